@@ -1,0 +1,6 @@
+"""The protocol without its sockets: pure state machines that are handed messages and the time.
+
+Nothing in here opens a socket, starts a thread, reads a clock or imports torch, vLLM or NIXL. What a class wants done
+(a message sent, a read started) it returns as data, and the shells in ``kvlease.net``, ``kvlease.connector`` and
+``kvlease.worker`` do it. So one and the same code serves production, the simulator and the exhaustive checker.
+"""
