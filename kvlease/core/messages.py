@@ -1,9 +1,9 @@
 """Every message that crosses the wire, and the only code that encodes or decodes one.
 
 Messages are tagged msgspec structs in msgpack: typed, versioned, size-capped, never pickled. A consumer sends a
-:class:`Request` and gets exactly one :class:`Reply` with the same ``seq``; either may be lost, repeated or late, so every
-request is idempotent. New fields get defaults and no field ever changes its type; unknown fields are ignored, so that
-neighbouring versions can talk far enough to refuse each other in words.
+:class:`Request` and gets exactly one :class:`Reply` with the same ``seq``; either may be lost, repeated or late, so
+every request is idempotent. New fields get defaults and no field ever changes its type; unknown fields are ignored, so
+that neighbouring versions can talk far enough to refuse each other in words.
 """
 
 from __future__ import annotations
@@ -13,16 +13,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from kvlease.core.ids import (
-    INCARNATION_BYTES,
-    TOKEN_BYTES,
-    ChannelId,
-    Incarnation,
-    LeaseId,
-    LeaseToken,
-    Rank,
-    ReaderId,
-)
+from kvlease.core.ids import INCARNATION_BYTES, TOKEN_BYTES
 
 PROTOCOL_VERSION = 1
 """Spoken by this code. Peers with another version refuse each other by name at ``Hello``."""
@@ -36,7 +27,8 @@ MAX_REPLY_BYTES = 64 << 20
 RENEW_LIST_MAX = 2048
 """How many additions and removals one ``Renew`` may list; the rest goes into the next one."""
 
-_ID_CHARS = 512
+ID_CHARS_MAX = 512
+"""How many characters an id may have on the wire."""
 
 
 class ProtocolError(Exception):
@@ -58,16 +50,16 @@ class GoneReason(enum.Enum):
     EXPIRED = "expired"
     UNKNOWN = "unknown"
     REVOKED = "revoked"
-    BAD_TOKEN = "bad_token"
+    BAD_TOKEN = "bad_token"  # noqa: S105 - the name of a refusal, not a secret
     MISMATCH = "mismatch"
 
 
 Bytes16 = Annotated[bytes, msgspec.Meta(min_length=INCARNATION_BYTES, max_length=INCARNATION_BYTES)]
 Token16 = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-ShortStr = Annotated[str, msgspec.Meta(max_length=_ID_CHARS)]
+ShortStr = Annotated[str, msgspec.Meta(max_length=ID_CHARS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
-BlockRuns = list[tuple[int, int]]
+BlockRuns = list[tuple[Count, Count]]
 """Block ids of one KV-cache group as ``(first block, how many)`` runs, in token order."""
 
 
@@ -116,7 +108,8 @@ class Renew(Request, frozen=True, kw_only=True):
     """Renew all that ``channel`` holds, in one small message however many leases that is.
 
     ``added`` and ``removed`` bring the producer's list from ``base`` to ``generation``; with ``full`` the list starts
-    from nothing. A producer whose list is at neither answers ``Resend``.
+    from nothing. A producer whose list is at neither answers ``Resend``. With ``more`` the list goes on in the next
+    ``Renew``: what a full list does not name is out only when its last part has come.
     """
 
     channel: ShortStr
@@ -125,6 +118,7 @@ class Renew(Request, frozen=True, kw_only=True):
     added: Annotated[list[Holding], msgspec.Meta(max_length=RENEW_LIST_MAX)] = []
     removed: Annotated[list[ShortStr], msgspec.Meta(max_length=RENEW_LIST_MAX)] = []
     full: bool = False
+    more: bool = False
 
 
 class Ping(Request, frozen=True, kw_only=True):

@@ -50,7 +50,8 @@ class Orders:
 class Reports:
     """What one worker rank reports at the end of a step; each load appears once in ``received``.
 
-    ``failed`` is a part of ``received``. ``unsettled`` loads were reported (or are, in this very batch) although a posted read may still write
+    ``failed`` is a part of ``received``, and aborted loads are a part of ``failed`` (cause ``ABORTED``): nothing that was not
+    committed is ever reported as good. ``unsettled`` loads were reported (or are, in this very batch) although a posted read may still write
     into their blocks: the scheduler half holds those blocks back until the rank lists the load in ``settled``.
     """
 

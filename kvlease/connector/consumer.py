@@ -1,0 +1,364 @@
+"""The consumer's part of the scheduler half: follows each load from vLLM's first sight of a request to its single report.
+
+One :class:`Load` holds one load; the table in :mod:`kvlease.core.loads` says what can happen to it. It enters the one
+dictionary in :meth:`ConsumerHalf.admit` and leaves it when vLLM knows the outcome, so a request that vLLM asks about again (after a
+failed load, after a preemption) is simply not there any more and is prefilled locally.
+
+Nothing here waits: claims, renewals and releases are the leaser thread's, reads and commits the workers'.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvlease.config import Settings
+from kvlease.connector.metadata import KVLeaseWorkerReport
+from kvlease.connector.requests import prompt_identity
+from kvlease.connector.stats import metric_key
+from kvlease.core.handoff import Handoff, HandoffError, parse_handoff, wants_load
+from kvlease.core.ids import ChannelId, Incarnation, LeaseId, LeaseToken, LoadId, ReaderId, reader_id
+from kvlease.core.loads import FailureCause, LoadEvent, LoadState, next_state
+from kvlease.core.messages import Granted
+from kvlease.core.orders import LoadOrder
+from kvlease.net.leaser import AcquireFailed, AcquireGranted, LeaseGone, Leaser
+
+logger = logging.getLogger("kvlease.consumer")
+
+_OUR_OWN = "own_lease"
+_ALL_LOCAL = "prefix_hit"
+_LOST_NOTHING = frozenset({FailureCause.GONE_COMMITTED})
+
+
+@dataclass
+class Load:
+    """One request's load, as the scheduler half sees it."""
+
+    id: LoadId
+    handoff: Handoff | None
+    state: LoadState
+    give_up_at: float
+    cause: FailureCause | None = None
+    granted: Granted | None = None
+    start_token: int = 0
+    blocks: list[Any] = field(default_factory=list, repr=False)
+    is_logged: bool = False
+
+    def step(self, event: LoadEvent) -> None:
+        """Follow ``event`` through the table."""
+        self.state = next_state(self.state, event)
+
+    def fail(self, cause: FailureCause) -> None:
+        """Fail for ``cause``; the first cause stands."""
+        self.step(LoadEvent.FAIL)
+        self.cause = cause
+
+
+@dataclass
+class Quarantine:
+    """Blocks of one load held back because ``ranks`` ranks still have a posted read on them."""
+
+    blocks: list[Any]
+    ranks: int
+
+
+class ConsumerHalf:
+    """What one consumer engine's scheduler thread does about loads."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        leaser: Leaser,
+        channel: ChannelId,
+        own_incarnation: Incarnation,
+        block_sizes: Sequence[int],
+        *,
+        recompute: bool,
+        may_load: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._leaser = leaser
+        self._channel = channel
+        self._own_incarnation = own_incarnation
+        self._block_sizes = block_sizes
+        self._recompute = recompute
+        self._may_load = may_load
+        self._clock = clock
+        self._loads: dict[LoadId, Load] = {}
+        self._orders: list[LoadOrder] = []
+        self._aborts: list[LoadId] = []
+        self._quarantine: dict[LoadId, Quarantine] = {}
+        self._pool: BlockPool | None = None
+        self.counters: Counter[str] = Counter()
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """The pool whose blocks a quarantine takes references on."""
+        self._pool = pool
+
+    # What vLLM tells and asks, in the order of a request's life
+
+    def admit(self, request: Request) -> None:
+        """A request arrived: claim the lease its handoff names, long before it is scheduled."""
+        params = request.kv_transfer_params
+        if not wants_load(params):
+            return
+        load_id = LoadId(request.request_id)
+        try:
+            handoff = parse_handoff(params)
+        except HandoffError as error:
+            self.counters[metric_key("refused_input", error.reason)] += 1
+            logger.warning("request %s: refused its handoff: %s", load_id, error)
+            self._loads[load_id] = self._failed(load_id, None, error.cause)
+            return
+        if getattr(request, "abort_immediately", False):
+            self._leaser.release_unclaimed(handoff.peer, handoff.lease, handoff.token)
+            return
+        if handoff.incarnation == self._own_incarnation:
+            # Our own prefix cache is the better copy; what it lost is prefilled, and the blocks go back at once.
+            self._leaser.release_unclaimed(handoff.peer, handoff.lease, handoff.token)
+            self._count(_OUR_OWN)
+            return
+        if not self._may_load:
+            # vLLM keeps loads out of blocks that a running step still writes for consumer roles only.
+            self._loads[load_id] = self._failed(load_id, handoff, FailureCause.WRONG_ROLE)
+            self._log_failure(self._loads[load_id])
+            return
+        prompt = prompt_identity(request, handoff.num_tokens)
+        if prompt is None:
+            logger.warning(
+                "request %s: its handoff covers %d tokens, its prompt has %d: not the same prompt",
+                load_id, handoff.num_tokens, request.num_prompt_tokens,
+            )  # fmt: skip
+            self._loads[load_id] = self._failed(load_id, handoff, FailureCause.GONE_MISMATCH)
+            return
+        # The leaser answers within acquire_timeout_s; twice that only bounds a leaser that died.
+        give_up_at = self._clock() + 2 * self._settings.acquire_timeout_s
+        self._loads[load_id] = Load(load_id, handoff, LoadState.ACQUIRING, give_up_at)
+        self._leaser.acquire(load_id, handoff.peer, handoff.lease, handoff.token, prompt)
+
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``num_computed_tokens`` (block-aligned) to load; None while the claim is under way."""
+        self.drain_leaser()
+        load = self._loads.get(LoadId(request.request_id))
+        if load is None:
+            return 0, False
+        if load.state is LoadState.ACQUIRING:
+            if self._clock() < load.give_up_at:
+                return None, False
+            load.fail(FailureCause.ACQUIRE_TIMEOUT)
+            self._leaser.release(load.id)
+        load.start_token = num_computed_tokens
+        if load.state is LoadState.FAILED:
+            return self._match_failed(load, request, num_computed_tokens)
+        if load.state is not LoadState.GRANTED or load.granted is None:
+            return 0, False
+        num_tokens = min(load.granted.num_tokens, request.num_prompt_tokens) - num_computed_tokens
+        if num_tokens <= 0:
+            self._drop_unread(load)
+            return 0, False
+        return num_tokens, True
+
+    def dispatch(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks were allocated: order the pull, or let go when vLLM wants nothing from outside after all."""
+        load = self._loads.get(LoadId(request.request_id))
+        if load is None or load.state is LoadState.PULLING:
+            return
+        if num_external_tokens == 0:
+            self._drop_unread(load)
+            return
+        first_block = load.start_token // self._block_sizes[0]
+        load.blocks = [block for group in blocks.blocks for block in group[first_block:] if not block.is_null]
+        doomed = load.cause
+        if doomed is None:
+            load.step(LoadEvent.DISPATCH)
+        else:
+            load.state = LoadState.PULLING  # a load that its workers fail at once, so that the policy `fail` sees it
+        self._orders.append(self._order(load, blocks, load.start_token + num_external_tokens, doomed))
+
+    def finish(self, request: Request) -> None:
+        """vLLM is done with a request (aborted, failed or served): let go of what its load still holds."""
+        load = self._loads.get(LoadId(request.request_id))
+        if load is None:
+            return
+        if load.state is not LoadState.PULLING:
+            self._drop_unread(load, outcome="aborted")
+            return
+        if request.status is not RequestStatus.FINISHED_ERROR:
+            self._aborts.append(load.id)
+        self._leaser.release(load.id)
+
+    def take_orders(self) -> tuple[list[LoadOrder], list[LoadId]]:
+        """Loads to start and loads to abort, since the last step."""
+        self.drain_leaser()
+        orders, self._orders = self._orders, []
+        aborts, self._aborts = self._aborts, []
+        return orders, aborts
+
+    def take_reports(self, output: KVConnectorOutput) -> None:
+        """The workers reported: hold back blocks that may still be written to, drop stale ids, settle the loads."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, KVLeaseWorkerReport):
+            for load_id, cause in report.failed.items():
+                if (load := self._loads.get(load_id)) is not None:
+                    load.cause = load.cause or cause
+            for load_id, ranks in report.unsettled.items():
+                self._hold(load_id, ranks)
+        received = output.finished_recving
+        if received:
+            stale = {load_id for load_id in received if LoadId(load_id) not in self._loads}
+            if stale:
+                logger.error("dropped %d stale reports of received requests: %s", len(stale), sorted(stale)[:8])
+                received -= stale
+            for load_id in received:
+                self._settle(self._loads.pop(LoadId(load_id)), failed=load_id in output.failed_recving)
+        if isinstance(report, KVLeaseWorkerReport):
+            for load_id, ranks in report.settled.items():
+                self._let_go(load_id, ranks)
+
+    def reset(self) -> None:
+        """The cache is being reset: what is under way must not end up in it."""
+        for load in list(self._loads.values()):
+            if load.state in (LoadState.ACQUIRING, LoadState.GRANTED):
+                load.fail(FailureCause.RESET)
+                self._leaser.release(load.id)
+            elif load.state is LoadState.PULLING:
+                load.cause = load.cause or FailureCause.RESET
+                self._aborts.append(load.id)
+
+    def close(self) -> None:
+        """Stop claiming and renewing."""
+        self._leaser.close()
+
+    @property
+    def is_quarantining(self) -> bool:
+        """Whether blocks are held back for reads that have not ended."""
+        return bool(self._quarantine)
+
+    def gauges(self) -> dict[str, float]:
+        """The gauges of this half."""
+        return {
+            "loads_in_flight": len(self._loads),
+            "quarantined_blocks": sum(len(held.blocks) for held in self._quarantine.values()),
+        }
+
+    def leaser_stats(self) -> dict[str, float]:
+        """The leaser thread's counters."""
+        return self._leaser.stats()
+
+    # Claims
+
+    def drain_leaser(self) -> None:
+        """Take in what the leaser thread learned."""
+        for result in self._leaser.take_results():
+            load = self._loads.get(result.load)
+            if load is None:
+                continue
+            match result:
+                case AcquireGranted() if load.state is LoadState.ACQUIRING:
+                    load.step(LoadEvent.GRANT)
+                    load.granted = result.granted
+                case AcquireFailed() if load.state is LoadState.ACQUIRING:
+                    load.fail(result.cause)
+                    self._log_failure(load)
+                case LeaseGone() if load.state in (LoadState.ACQUIRING, LoadState.GRANTED):
+                    load.fail(FailureCause(f"gone_{result.why.value}"))
+                    self._log_failure(load)
+                case _:
+                    pass
+
+    def _match_failed(self, load: Load, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        missing = request.num_prompt_tokens - num_computed_tokens
+        if self._recompute or missing <= 0 or load.cause in _LOST_NOTHING:
+            self._count("failed", load.cause)
+            del self._loads[load.id]
+            return 0, False
+        return min(missing, self._block_sizes[0]), True
+
+    def _failed(self, load_id: LoadId, handoff: Handoff | None, cause: FailureCause) -> Load:
+        return Load(load_id, handoff, LoadState.FAILED, give_up_at=0.0, cause=cause)
+
+    def _drop_unread(self, load: Load, outcome: str = _ALL_LOCAL) -> None:
+        if load.state in (LoadState.ACQUIRING, LoadState.GRANTED):
+            self._leaser.release(load.id)
+        if load.state is LoadState.FAILED:
+            outcome = "failed"
+        self._count(outcome, load.cause)
+        del self._loads[load.id]
+
+    # Pulls
+
+    def _order(self, load: Load, blocks: KVCacheBlocks, end_token: int, doomed: FailureCause | None) -> LoadOrder:
+        handoff = load.handoff
+        return LoadOrder(
+            load=load.id,
+            lease=handoff.lease if handoff else LeaseId(""),
+            token=handoff.token if handoff else LeaseToken(b""),
+            reader=reader_id(self._channel, load.id) if handoff else ReaderId(""),
+            peer=handoff.peer if handoff else None,
+            start_token=load.start_token,
+            end_token=end_token,
+            local_blocks=blocks.get_block_ids(),
+            remote_blocks=load.granted.blocks if load.granted else [],
+            doomed=doomed,
+        )
+
+    def _settle(self, load: Load, *, failed: bool) -> None:
+        if not failed:
+            self._leaser.finish(load.id)
+            self._count("done")
+            return
+        self._leaser.release(load.id)
+        if load.cause is FailureCause.ABORTED:
+            self._count("aborted")
+            return
+        load.cause = load.cause or FailureCause.INTERNAL
+        self._count("failed", load.cause)
+        self._log_failure(load)
+
+    def _count(self, outcome: str, cause: FailureCause | None = None) -> None:
+        self.counters[metric_key("loads", outcome, cause.value if cause else "")] += 1
+
+    def _log_failure(self, load: Load) -> None:
+        if load.is_logged:
+            return
+        load.is_logged = True
+        then = "it is recomputed here" if self._recompute else "the request fails (kv_load_failure_policy is fail)"
+        cause = load.cause.value if load.cause else "unknown"
+        logger.warning(
+            "request %s: its KV could not be loaded from %s, cause %s; %s",
+            load.id, load.handoff.peer if load.handoff else "anywhere", cause, then,
+        )  # fmt: skip
+
+    # Quarantine (design rule S4)
+
+    def _hold(self, load_id: LoadId, ranks: int) -> None:
+        held = self._quarantine.get(load_id)
+        if held is not None:
+            held.ranks += ranks
+            return
+        load = self._loads.get(load_id)
+        if load is None or self._pool is None:
+            logger.error("request %s: no blocks to quarantine", load_id)
+            return
+        self._pool.touch(load.blocks)
+        self._quarantine[load_id] = Quarantine(load.blocks, ranks)
+        logger.warning("request %s: %d blocks held back until their reads have ended", load_id, len(load.blocks))
+
+    def _let_go(self, load_id: LoadId, ranks: int) -> None:
+        held = self._quarantine.get(load_id)
+        if held is None or self._pool is None:
+            return
+        held.ranks -= ranks
+        if held.ranks <= 0:
+            self._pool.free_blocks(held.blocks)
+            del self._quarantine[load_id]

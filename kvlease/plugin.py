@@ -1,0 +1,16 @@
+"""vLLM's plugin entry point: makes ``{"kv_connector": "KVLeaseConnector"}`` known in every process vLLM starts."""
+
+from __future__ import annotations
+
+CONNECTOR_NAME = "KVLeaseConnector"
+CONNECTOR_MODULE = "kvlease.connector"
+
+
+def register() -> None:
+    """Register the connector with vLLM, once; vLLM calls this in each of its processes, sometimes more than once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
+    except ValueError:
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)

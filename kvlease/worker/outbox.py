@@ -1,0 +1,78 @@
+"""What the transfer thread leaves for the engine's thread: reports and numbers, handed over without a lock.
+
+A deque's ``append`` and ``popleft`` are atomic, and so is the exchange of one finished dict for another; nothing more is
+shared between the two threads in this direction.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvlease.core.ids import LeaseId, LoadId
+from kvlease.core.loads import FailureCause
+from kvlease.core.orders import Reports
+
+
+@dataclass(frozen=True)
+class _Sent:
+    lease: LeaseId
+
+
+@dataclass(frozen=True)
+class _Received:
+    load: LoadId
+    cause: FailureCause | None
+    unsettled: bool
+
+
+@dataclass(frozen=True)
+class _Settled:
+    load: LoadId
+
+
+class Outbox:
+    """Written by one thread, drained by another."""
+
+    def __init__(self) -> None:
+        self._items: deque[_Sent | _Received | _Settled] = deque()
+        self._stats: dict[str, float] = {}
+
+    def sent(self, lease: LeaseId) -> None:
+        """The producer's lease is over for this rank."""
+        self._items.append(_Sent(lease))
+
+    def received(self, load: LoadId, cause: FailureCause | None = None, unsettled: bool = False) -> None:
+        """The load's one report: committed, or failed with ``cause``; ``unsettled`` while a read may still write."""
+        self._items.append(_Received(load, cause, unsettled))
+
+    def settled(self, load: LoadId) -> None:
+        """No read of a load that was reported as unsettled can write any more."""
+        self._items.append(_Settled(load))
+
+    def take(self) -> Reports:
+        """Everything since the last call. A load that went unsettled and settled in between appears as neither."""
+        reports = Reports()
+        while self._items:
+            match self._items.popleft():
+                case _Sent(lease):
+                    reports.sent.add(lease)
+                case _Received(load, cause, unsettled):
+                    reports.received.add(load)
+                    if cause is not None:
+                        reports.failed[load] = cause
+                    if unsettled:
+                        reports.unsettled.add(load)
+                case _Settled(load) if load in reports.unsettled:
+                    reports.unsettled.remove(load)
+                case _Settled(load):
+                    reports.settled.add(load)
+        return reports
+
+    def publish(self, stats: dict[str, float]) -> None:
+        """Replace the numbers; ``stats`` is not changed afterwards."""
+        self._stats = stats
+
+    def stats(self) -> dict[str, float]:
+        """The numbers as last published."""
+        return dict(self._stats)

@@ -1,0 +1,42 @@
+"""Block runs: as short as they can be, and nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlease.core.runs import block_runs, expand_runs
+
+
+def test_consecutive_blocks_are_one_run() -> None:
+    assert block_runs([7, 8, 9, 3]) == [(7, 3), (3, 1)]
+    assert block_runs(range(16_384)) == [(0, 16_384)]
+    assert block_runs([]) == []
+
+
+def test_repeated_and_descending_blocks_stay_in_order() -> None:
+    assert block_runs([5, 5, 4, 3]) == [(5, 1), (5, 1), (4, 1), (3, 1)]
+
+
+def test_runs_are_plain_integers_that_msgpack_takes() -> None:
+    assert all(type(number) is int for run in block_runs([1, 2, 9]) for number in run)
+
+
+@given(st.lists(st.integers(0, 40) | st.integers(0, (1 << 31) - 1), max_size=200))
+def test_expanding_gives_back_what_was_run_together(blocks: list[int]) -> None:
+    runs = block_runs(blocks)
+    assert expand_runs(runs).tolist() == blocks
+    assert sum(length for _, length in runs) == len(blocks)
+    assert all(first + length != after for (first, length), (after, _) in zip(runs, runs[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [[(-1, 2)], [(0, 0)], [(0, -5), (3, 9)], [(1 << 31, 1)], [(0, 1 << 62)], [(1 << 70, 1)], [(0, 60), (0, 60)], [("a", 1)]],
+)
+def test_runs_that_a_peer_made_up_raise_value_error(runs: Any) -> None:
+    with pytest.raises(ValueError, match=r"runs|invalid"):
+        expand_runs(runs, max_blocks=100)

@@ -1,0 +1,287 @@
+"""What goes wrong between engines, seen by a consumer that recomputes and by one that fails: the right text or HTTP 500.
+
+The leases are short (2 s), so that they can run out in a test, and the consumers take two requests at a time, so that they can be full.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devtools.engines import Engine, completion_body, engine_set, wait_all_ready
+from devtools.processes import free_port
+from devtools.prompts import PromptMaker
+from kvlease.core import messages
+from tests.engines.relay import Relay
+from tests.engines.support import (
+    NO_PREFIX_CACHE,
+    check_settled,
+    handoff_of,
+    new_outcomes,
+    outcomes,
+    spec,
+    together,
+    wait_until,
+)
+
+LEASE_S = 2.0
+LEASES = {"lease_duration_s": LEASE_S, "lease_extension_s": LEASE_S, "heartbeat_interval_s": 0.5}
+POLICIES = ["recompute", "fail"]
+
+
+@dataclass
+class Fleet:
+    """One producer on a fixed port, and a consumer for each policy."""
+
+    producer: Engine
+    consumers: dict[str, Engine]
+    log_dir: Path
+
+    def restart_producer(self) -> None:
+        """A new life of the producer, at the same address."""
+        self.producer.kill()
+        self.producer = Engine(self.producer.spec, log_dir=self.log_dir, cores="0")
+        wait_all_ready([self.producer])
+
+
+@pytest.fixture(scope="module")
+def fleet(log_dir: Path) -> Iterator[Fleet]:
+    consumer_flags = [NO_PREFIX_CACHE, "--max-num-seqs", "2"]
+    specs = [
+        spec("producer", "kv_producer", port=free_port(), **LEASES),
+        *(spec(policy, "kv_consumer", consumer_flags, policy=policy, **LEASES) for policy in POLICIES),
+    ]
+    with engine_set(specs, log_dir) as engines:
+        made = Fleet(engines[0], dict(zip(POLICIES, engines[1:], strict=True)), log_dir)
+        yield made
+        made.producer.stop()
+
+
+@dataclass
+class Answer:
+    """What a client of one consumer got."""
+
+    status: int
+    token_ids: list[int] | None
+    text: str
+
+    def check(self, policy: str, expected: list[int]) -> None:
+        """The right text under `recompute`, an error under `fail`; anything else is a wrong text."""
+        if policy == "recompute":
+            assert (self.status, self.token_ids) == (200, expected), self.text
+        else:
+            assert self.status == 500, self.text
+
+
+def ask(consumer: Engine, prompt: list[int], params: dict[str, Any], max_tokens: int = 8) -> Answer:
+    response = consumer.post("/v1/completions", completion_body(prompt, max_tokens, kv_transfer_params=params))
+    token_ids = response.json()["choices"][0]["token_ids"] if response.status_code == 200 else None
+    return Answer(response.status_code, token_ids, response.text)
+
+
+def check_cause(fleet: Fleet, policy: str, before: dict[str, float], cause: str, log_from: int) -> None:
+    """The counter and the log of the consumer both name the cause."""
+    consumer = fleet.consumers[policy]
+    assert new_outcomes(consumer, before) == {f"failed/{cause}": 1}
+    assert f"cause {cause}" in consumer.log_text(log_from)
+
+
+@pytest.fixture(autouse=True)
+def settled(fleet: Fleet, prompts: PromptMaker) -> Iterator[None]:
+    yield
+    check_settled(fleet.producer, fleet.consumers.values(), prompts, within_s=3 * LEASE_S)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_handoff_delivered_after_its_lease_ran_out(fleet: Fleet, prompts: PromptMaker, policy: str) -> None:
+    consumer = fleet.consumers[policy]
+    prompt = prompts.prompt_of(300, seed=1).token_ids
+    expected = consumer.complete(prompt, 8).token_ids
+    handoff = handoff_of(fleet.producer, prompt)
+    time.sleep(5.0)  # the lease is good for two
+    before, log_from = outcomes(consumer), consumer.process.log_len_bytes()
+    ask(consumer, prompt, handoff).check(policy, expected)
+    check_cause(fleet, policy, before, "gone_expired", log_from)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_handoff_used_with_another_prompt_of_equal_length(fleet: Fleet, prompts: PromptMaker, policy: str) -> None:
+    consumer = fleet.consumers[policy]
+    secret, other = (prompts.prompt_of(300, seed=seed).token_ids for seed in (11, 12))
+    expected = consumer.complete(other, 8).token_ids
+    handoff = handoff_of(fleet.producer, secret)
+    assert ask(consumer, secret, handoff).status == 200
+    before, log_from = outcomes(consumer), consumer.process.log_len_bytes()
+    handoff = handoff_of(fleet.producer, secret)
+    ask(consumer, other, handoff).check(policy, expected)
+    check_cause(fleet, policy, before, "gone_mismatch", log_from)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_flipped_bit_in_the_token(fleet: Fleet, prompts: PromptMaker, policy: str) -> None:
+    consumer = fleet.consumers[policy]
+    prompt = prompts.prompt_of(300, seed=2).token_ids
+    expected = consumer.complete(prompt, 8).token_ids
+    handoff = handoff_of(fleet.producer, prompt)
+    token = bytearray.fromhex(handoff["kvlease"]["token"])
+    token[5] ^= 0x10
+    handoff["kvlease"]["token"] = token.hex()
+    before, log_from = outcomes(consumer), consumer.process.log_len_bytes()
+    ask(consumer, prompt, handoff).check(policy, expected)
+    check_cause(fleet, policy, before, "gone_bad_token", log_from)
+
+
+@pytest.mark.parametrize("field", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "kvlease"])
+def test_a_field_that_is_absent_or_of_the_wrong_type_fails_cleanly_under_fail(
+    fleet: Fleet, prompts: PromptMaker, field: str
+) -> None:
+    prompt = prompts.prompt_of(140, seed=3).token_ids
+    handoff = handoff_of(fleet.producer, prompt)
+    spoilt: list[dict[str, Any]] = [{key: value for key, value in handoff.items() if key != field}]
+    spoilt += [{**handoff, field: junk} for junk in (None, -1, 1 << 62, "", [], "x" * 5000)]
+    answers = together(
+        [lambda params=params: ask(fleet.consumers["fail"], prompt, params) for params in json.loads(json.dumps(spoilt))]
+    )
+    assert [answer.status for answer in answers] == [500] * len(spoilt)
+
+
+def fill(consumer: Engine, prompts: PromptMaker) -> list[threading.Thread]:
+    """Occupy both of the consumer's places for several seconds."""
+    long = {"max_tokens": 400, "ignore_eos": True}
+    threads = [
+        threading.Thread(target=consumer.complete, args=(prompts.prompt_of(30, seed=seed).token_ids,), kwargs=long)
+        for seed in (91, 92)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: consumer.metrics().total("vllm:num_requests_running") == 2, "both places are taken")
+    return threads
+
+
+def through(relay: Relay, handoff: dict[str, Any]) -> dict[str, Any]:
+    """The same handoff, with the relay's address as its hint."""
+    return {**handoff, "remote_host": "127.0.0.1", "remote_port": relay.port}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_heartbeats_cut_while_the_consumer_is_full(fleet: Fleet, prompts: PromptMaker, policy: str) -> None:
+    consumer = fleet.consumers[policy]
+    prompt = prompts.prompt_of(300, seed=4).token_ids
+    expected = consumer.complete(prompt, 8).token_ids
+    handoff = handoff_of(fleet.producer, prompt)
+    before = outcomes(consumer)
+    with Relay(handoff["remote_host"], handoff["remote_port"]) as relay:
+        relay.drops[messages.Renew] = 1_000_000
+        busy = fill(consumer, prompts)
+        answer = ask(consumer, prompt, through(relay, handoff))
+        for thread in busy:
+            thread.join()
+        assert relay.seen[messages.Acquire] == 1
+        assert relay.seen[messages.Renew] > 1
+    answer.check(policy, expected)
+    (outcome,) = new_outcomes(consumer, before)
+    assert outcome in {"failed/gone_expired", "failed/peer_dead"}
+
+
+def test_heartbeats_keep_a_lease_while_the_consumer_is_full_though_one_reply_is_lost(
+    fleet: Fleet, prompts: PromptMaker
+) -> None:
+    consumer = fleet.consumers["fail"]
+    prompt = prompts.prompt_of(300, seed=5).token_ids
+    expected = consumer.complete(prompt, 8).token_ids
+    handoff = handoff_of(fleet.producer, prompt)
+    before = outcomes(consumer)
+    with Relay(handoff["remote_host"], handoff["remote_port"]) as relay:
+        relay.drops[messages.Renewed] = 1
+        busy = fill(consumer, prompts)
+        answer = ask(consumer, prompt, through(relay, handoff))
+        for thread in busy:
+            thread.join()
+        assert relay.seen[messages.Renewed] > LEASE_S / 0.5
+    assert (answer.status, answer.token_ids) == (200, expected)
+    assert new_outcomes(consumer, before) == {"done": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("a commit reply is lost", lambda relay: relay.drops.update({messages.Committed: 1})),
+        ("a grant is lost", lambda relay: relay.drops.update({messages.Granted: 1})),
+        ("a welcome is lost", lambda relay: relay.drops.update({messages.Welcome: 1})),
+        ("an acquire is repeated late", lambda relay: relay.repeats.update({messages.Acquire: 1})),
+        ("a commit is repeated late", lambda relay: relay.repeats.update({messages.Commit: 1})),
+    ],
+)
+def test_lost_and_repeated_messages_change_nothing(fleet: Fleet, prompts: PromptMaker, name: str, rule: Any) -> None:
+    consumer = fleet.consumers["fail"]
+    prompt = prompts.prompt_of(300, seed=len(name)).token_ids
+    expected = consumer.complete(prompt, 8).token_ids
+    handoff = handoff_of(fleet.producer, prompt)
+    before = outcomes(consumer)
+    with Relay(handoff["remote_host"], handoff["remote_port"]) as relay:
+        rule(relay)
+        answer = ask(consumer, prompt, through(relay, handoff))
+        wait_until(lambda: not any(relay.drops.values()) and not any(relay.repeats.values()), f"{name}, once")
+        wait_until(lambda: fleet.producer.kv_usage() == 0, "the lease ends")
+    assert (answer.status, answer.token_ids) == (200, expected)
+    assert new_outcomes(consumer, before) == {"done": 1}
+
+
+def test_a_producer_killed_before_a_pull_then_restarted_on_the_same_address(fleet: Fleet, prompts: PromptMaker) -> None:
+    prompt = prompts.prompt_of(300, seed=6).token_ids
+    expected = fleet.consumers["recompute"].complete(prompt, 8).token_ids
+    handoffs = [handoff_of(fleet.producer, prompt) for _ in range(4)]
+    fleet.producer.kill()
+    before = {policy: outcomes(fleet.consumers[policy]) for policy in POLICIES}
+    started = time.monotonic()
+    answers = together(
+        [lambda pair=pair: ask(fleet.consumers[pair[0]], prompt, pair[1]) for pair in zip(POLICIES, handoffs, strict=False)]
+    )
+    assert time.monotonic() - started < 10
+    for policy, answer in zip(POLICIES, answers, strict=True):
+        answer.check(policy, expected)
+        (outcome,) = new_outcomes(fleet.consumers[policy], before[policy])
+        assert outcome in {"failed/acquire_timeout", "failed/peer_dead"}
+    fleet.restart_producer()
+    for policy, handoff in zip(POLICIES, handoffs[2:], strict=True):  # the old life's handoffs at the new life's address
+        before_old = outcomes(fleet.consumers[policy])
+        ask(fleet.consumers[policy], prompt, handoff).check(policy, expected)
+        (outcome,) = new_outcomes(fleet.consumers[policy], before_old)
+        assert outcome in {"failed/peer_restarted", "failed/peer_dead"}
+    for length in (20, 2000):
+        again = prompts.prompt_of(length, seed=length).token_ids
+        for consumer in fleet.consumers.values():
+            right = consumer.complete(again, 8).token_ids
+            before_new = outcomes(consumer)
+            assert ask(consumer, again, handoff_of(fleet.producer, again)).token_ids == right
+            assert new_outcomes(consumer, before_new) == {"done": 1}
+
+
+def test_a_producer_killed_during_a_pull(fleet: Fleet, prompts: PromptMaker) -> None:
+    prompt = prompts.prompt_of(2000, seed=7).token_ids
+    expected = fleet.consumers["recompute"].complete(prompt, 8).token_ids
+    handoffs = [handoff_of(fleet.producer, prompt) for _ in POLICIES]
+    before = {policy: outcomes(fleet.consumers[policy]) for policy in POLICIES}
+    killer = threading.Thread(target=fleet.producer.kill)
+    with Relay(handoffs[0]["remote_host"], handoffs[0]["remote_port"]) as relay:
+        relay.drops[messages.Commit] = 1_000_000  # the reads are done or under way, and nothing is proven
+        relay.on[messages.Commit] = lambda _: None if killer.ident else killer.start()
+        answers = together(
+            [
+                lambda pair=pair: ask(fleet.consumers[pair[0]], prompt, through(relay, pair[1]))
+                for pair in zip(POLICIES, handoffs, strict=True)
+            ]
+        )
+    killer.join()
+    for policy, answer in zip(POLICIES, answers, strict=True):
+        answer.check(policy, expected)
+        (outcome,) = new_outcomes(fleet.consumers[policy], before[policy])
+        assert outcome in {"failed/peer_dead", "failed/commit_timeout", "failed/transfer"}
+    fleet.restart_producer()
