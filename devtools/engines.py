@@ -234,13 +234,17 @@ def engine_set(
             engine = Engine(spec, log_dir=log_dir, cores=cores)
             stack.callback(engine.stop)
             engines.append(engine)
-        starting = list(engines)
-        deadline = time.monotonic() + timeout_s
-        while starting:
-            starting = [engine for engine in starting if not engine.try_ready(progress)]
-            if starting and time.monotonic() > deadline:
-                raise ChildError(
-                    f"{starting[0].name} is not ready after {timeout_s:.0f} s:\n{starting[0].process.log_tail()}"
-                )
-            time.sleep(0.3)
+        wait_all_ready(engines, timeout_s, progress)
         yield engines
+
+
+def wait_all_ready(engines: Sequence[Engine], timeout_s: float, progress: Progress | None = None) -> None:
+    """Returns when all engines answer; raises ChildError, with the end of a log, when one died or is too slow."""
+    starting = list(engines)
+    while starting:
+        starting = [engine for engine in starting if not engine.try_ready(progress)]
+        for engine in starting:
+            if time.monotonic() - engine.started_at > timeout_s:
+                tail = engine.process.log_tail()
+                raise ChildError(f"{engine.name} is not ready after {timeout_s:.0f} s:\n{tail}")
+        time.sleep(0.3)

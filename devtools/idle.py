@@ -1,6 +1,6 @@
 """How much of a core idle engines use; run as a script with the process ids of engines to print a table.
 
-    python -m devtools.idle PID [PID ...]
+python -m devtools.idle PID [PID ...]
 """
 
 import argparse

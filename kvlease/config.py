@@ -11,7 +11,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+_YEAR_S = 365 * 24 * 3600.0
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
+SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=_YEAR_S)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 _GIB = 1 << 30
@@ -34,17 +37,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     lease_extension_s: Seconds = 10.0
     heartbeat_interval_s: Seconds = 3.0
     max_lease_lifetime_s: Seconds = 600.0
-    sibling_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 0.2
+    sibling_grace_s: SecondsOrZero = 0.2
     acquire_timeout_s: Seconds = 2.0
     commit_timeout_s: Seconds = 2.0
     peer_timeout_s: Seconds = 2.0
     load_timeout_s: Seconds = 120.0
-    load_timeout_s_per_gib: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    load_timeout_s_per_gib: SecondsOrZero = 10.0
     tombstone_ttl_s: Seconds = 600.0
     tombstone_max: Positive = 100_000
     chunk_bytes: Positive = 64 << 20
     chunk_descriptors: Positive = 8192
-    backends: list[str] = ["UCX"]
+    backends: list[str] = msgspec.field(default_factory=lambda: ["UCX"])
     num_threads: Annotated[int, msgspec.Meta(ge=0)] = 4
     progress_thread: Literal["auto", "on", "off"] = "auto"
     enforce_handshake_compat: bool = True

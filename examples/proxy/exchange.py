@@ -195,7 +195,7 @@ class Exchange:
         except httpx.RequestError as error:
             cause = self._failed(flight, self._consumers, consumer, error)
             message = f"consumer {consumer.url} {consumer.cause} in the middle of its answer"
-            tail = b"\n\ndata: " + encoded(error_body(502, f"consumer_{cause}", message)) + b"\n\n"
+            tail = b"\ndata: " + encoded(error_body(502, f"consumer_{cause}", message)) + b"\n\n"
         flight.ended = True
         await send({"type": "http.response.body", "body": tail, "more_body": False})
 

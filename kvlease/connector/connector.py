@@ -1,7 +1,7 @@
-"""``KVLeaseConnector``: the class that vLLM instantiates, once in its scheduler process and once in each worker process.
+"""``KVLeaseConnector``: the class that vLLM instantiates in its scheduler process and in each worker process.
 
-Every hook is one line of delegation to the half that lives in the process, so that this file is a map of vLLM's hooks and
-nothing else.
+Every hook is one line of delegation to the half that lives in the process, so that this file is a map of vLLM's hooks
+and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvlease.connector.metadata import KVLeaseHandshake, KVLeaseMetadata, KVLeas
 from kvlease.connector.scheduler import SchedulerHalf
 from kvlease.connector.stats import KVLeasePromMetrics, KVLeaseStats
 from kvlease.connector.support import check_supported, warn_of_logged_requests
-from kvlease.worker.facade import WorkerFacade
+from kvlease.connector.worker import WorkerFacade
 
 if TYPE_CHECKING:
     import torch

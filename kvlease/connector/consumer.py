@@ -1,8 +1,8 @@
-"""The consumer's part of the scheduler half: follows each load from vLLM's first sight of a request to its single report.
+"""The consumer's part of the scheduler half: follows each load from its request's arrival to its single report.
 
 One :class:`Load` holds one load; the table in :mod:`kvlease.core.loads` says what can happen to it. It enters the one
-dictionary in :meth:`ConsumerHalf.admit` and leaves it when vLLM knows the outcome, so a request that vLLM asks about again (after a
-failed load, after a preemption) is simply not there any more and is prefilled locally.
+dictionary in :meth:`ConsumerHalf.admit` and leaves it when vLLM knows the outcome, so a request that vLLM asks about
+again (after a failed load, after a preemption) is simply not there any more and is prefilled locally.
 
 Nothing here waits: claims, renewals and releases are the leaser thread's, reads and commits the workers'.
 """

@@ -1,8 +1,8 @@
-"""The producer's part of the scheduler half: grants leases when requests finish, and gives their blocks back when they end.
+"""The producer's part of the scheduler half: leases the blocks of finished requests, and gives them back.
 
-The endpoint's thread owns the lease table. This part, on the scheduler's thread, only puts grants into its queue and takes
-ended leases out of it: :meth:`ProducerHalf.grant` returns a handoff at once, because queued grants are applied before every
-inbound message.
+The endpoint's thread owns the lease table. This part, on the scheduler's thread, only puts grants into its queue and
+takes ended leases out of it: :meth:`ProducerHalf.grant` returns a handoff at once, because queued grants are applied
+before every inbound message.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ProducerHalf:
     def grant(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """Lease the KV of a finished request; the handoff to return, or None when there is nothing to hand over.
 
-        Only what is certainly computed is leased: with asynchronous scheduling vLLM counts tokens of steps still in flight,
-        one too many when the first token ends the request.
+        Only what is certainly computed is leased: with asynchronous scheduling vLLM counts tokens of steps still in
+        flight, one too many when the first token ends the request.
         """
         if not wants_lease(request.kv_transfer_params) or request.status not in _GRANTABLE:
             return None
@@ -60,7 +60,7 @@ class ProducerHalf:
         prompt = prompt_identity(request, num_tokens)
         if prompt is None or num_tokens <= 0 or not self._endpoint.alive:
             logger.warning(
-                "request %s: no lease granted (%d of %d prompt tokens computed, endpoint %s); its consumer will prefill",
+                "request %s: no lease granted, its consumer prefills (%d of %d prompt tokens computed, endpoint %s)",
                 request.request_id, num_tokens, request.num_prompt_tokens, "up" if self._endpoint.alive else "down",
             )  # fmt: skip
             return None

@@ -192,7 +192,7 @@ def _advertised(settings: Settings, kv_port: int, parallel: Any) -> tuple[str, i
         port += index
     if _is_loopback(host) and settings.host is None:
         logger.warning(
-            "peers are told to reach this engine at %s, which only this machine can; set host in kv_connector_extra_config",
+            "peers are told to reach this engine at %s, where only this machine can; set `host` in its extra config",
             host,
         )
     return host, port

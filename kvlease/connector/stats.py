@@ -1,8 +1,8 @@
 """Counters and gauges on their way from both halves to vLLM's ``/metrics``.
 
 vLLM carries a connector's numbers as one plain dict from each engine step to its logger process. Ours is flat:
-``"name"`` or ``"name|label value"`` to a number. Counters are what was added since the last batch, gauges are the latest
-value. Everything here is total: an unknown, empty or odd entry is skipped, because a metrics path that raises
+``"name"`` or ``"name|label value"`` to a number. Counters are what was added since the last batch, gauges are the
+latest value. Everything here is total: an unknown, empty or odd entry is skipped, because a metrics path that raises
 takes an API server down.
 """
 
@@ -48,7 +48,9 @@ METRICS: Final[dict[str, Metric]] = {
     "quarantined_blocks": Metric(
         "Blocks of this consumer held back because a posted read may still write to them.", is_gauge=True
     ),
-    "peers": Metric("Producers this consumer's workers know, by state (the rank that knows most).", ("state",), is_gauge=True),
+    "peers": Metric(
+        "Producers this consumer's workers know, by state (the rank that knows most).", ("state",), is_gauge=True
+    ),
 }
 """Every metric kvlease publishes. Counters appear in ``/metrics`` with ``_total`` appended."""
 

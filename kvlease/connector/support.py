@@ -1,4 +1,4 @@
-"""What kvlease does not support yet, refused at start-up in one sentence each, before a fleet finds out on a request."""
+"""What kvlease does not support yet, refused at start-up in one sentence each, not on somebody's request."""
 
 from __future__ import annotations
 
@@ -68,4 +68,6 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
         )
     quant_mode = getattr(spec, "kv_quant_mode", None)
     if quant_mode is not None and getattr(quant_mode, "name", "NONE") != "NONE":
-        raise ConfigError(f"kvlease does not support a quantised KV cache ({quant_mode}) yet; use --kv-cache-dtype auto")
+        raise ConfigError(
+            f"kvlease does not support a quantised KV cache ({quant_mode}) yet; use --kv-cache-dtype auto"
+        )

@@ -1,9 +1,9 @@
 """Which engines may read each other's pages: a list of named factors, compared by name.
 
-A bare hash tells an operator that something differs; a name and two values tell what to change. The hash (the *fingerprint*)
-only shortens the common case. Factors fall into two kinds: *layout* factors say where bytes lie, and no setting may overrule
-them; the others say what the bytes mean (weights' shape, dtype, rope, ...), and ``enforce_handshake_compat: false`` accepts a
-difference in them at the user's own risk.
+A bare hash tells an operator that something differs; a name and two values tell what to change. The hash (the
+*fingerprint*) only shortens the common case. Factors fall into two kinds: *layout* factors say where bytes lie, and no
+setting may overrule them; the others say what the bytes mean (weights' shape, dtype, rope, ...), and
+``enforce_handshake_compat: false`` accepts a difference in them at the user's own risk.
 """
 
 from __future__ import annotations

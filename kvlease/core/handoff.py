@@ -1,8 +1,8 @@
 """The handoff: ``kv_transfer_params`` as a router carries them, read and written in exactly one place.
 
-A router sends a producer the six standard keys and passes the producer's answer to a consumer unread, so the handoff keeps
-every key of vLLM's own NIXL connector with its name, type and meaning, and puts what is ours under one further key,
-``kvlease``. Nothing in it is believed: it only says whom to ask, and the producer's answer decides.
+A router sends a producer the six standard keys and passes the producer's answer to a consumer unread, so the handoff
+keeps every key of vLLM's own NIXL connector with its name, type and meaning, and puts what is ours under one further
+key, ``kvlease``. Nothing in it is believed: it only says whom to ask, and the producer's answer decides.
 """
 
 from __future__ import annotations
@@ -113,12 +113,14 @@ def parse_handoff(params: object) -> Handoff:
     )
 
 
-def emit_handoff(handoff: Handoff, *, block_ids: Sequence[list[int]] | None, tp_size: int, ttl_s: float) -> dict[str, Any]:
+def emit_handoff(
+    handoff: Handoff, *, block_ids: Sequence[list[int]] | None, tp_size: int, ttl_s: float
+) -> dict[str, Any]:
     """The handoff as JSON-safe ``kv_transfer_params`` for the producer's response.
 
     Args:
         handoff: what it names.
-        block_ids: the leased blocks, one list for each KV-cache group, for routers that look at them; None leaves them out.
+        block_ids: the leased blocks, one list for each KV-cache group, for routers that look at them; None for none.
         tp_size: the producer's tensor-parallel size.
         ttl_s: seconds for which the lease is good from now, unless it is acquired.
     """

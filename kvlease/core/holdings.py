@@ -69,6 +69,9 @@ class Holdings:
     def __contains__(self, reader: ReaderId) -> bool:
         return reader in self._held
 
+    def __iter__(self) -> Iterator[ReaderId]:
+        return iter(self._held)
+
     def __repr__(self) -> str:
         return (
             f"<Holdings {len(self)} base={self._base} +{len(self._unlisted)} -{len(self._removed)} full={self._full}>"
@@ -82,6 +85,7 @@ class Holdings:
     def add(self, lease: LeaseId, token: LeaseToken, reader: ReaderId) -> None:
         """Hold ``lease`` for ``reader``, whose ``Acquire`` is being sent."""
         self._held[reader] = _Held(Holding(lease=lease, token=token, reader=reader))
+        self._removed.pop(reader, None)
         if self._listing:
             self._unlisted[reader] = None
 

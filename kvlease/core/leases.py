@@ -159,8 +159,7 @@ class LeaseTable:
                 return self._renew(request, now)
             case Commit():
                 return self._commit(request, now)
-            case Release():
-                return self._release(request, now)
+        return self._release(request, now)
 
     def _acquire(self, request: Acquire, now: float) -> Reply:
         lease = self._find(request)

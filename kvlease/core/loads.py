@@ -8,8 +8,8 @@
         +---------------------+----- aborted ---------+------------------+--> ABORTED
 
 Both halves of a consumer follow this table. The scheduler half sees a load from ``ACQUIRING`` on and learns of the last
-stretch from the worker half's report (so it goes from ``PULLING`` to ``DONE`` by ``committed``); the worker half starts at
-``GRANTED``. Terminal loads leave the table they are kept in: forgetting one is one ``del``.
+stretch from the worker half's report (so it goes from ``PULLING`` to ``DONE`` by ``committed``); the worker half starts
+at ``GRANTED``. Terminal loads leave the table they are kept in: forgetting one is one ``del``.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from kvlease.core.messages import BlockRuns
 class LoadOrder:
     """Pull the pages of the tokens ``[start_token, end_token)`` from ``peer`` into our own blocks.
 
-    ``local_blocks`` are all blocks of the request, one list for each KV-cache group, in token order: block ``i`` of a group
-    holds the tokens ``[i * block_size, (i + 1) * block_size)``. ``remote_blocks`` are the producer's, as runs, in the same
-    order from token 0. ``doomed``: fail at once with this cause and read nothing (then ``peer`` may be None).
+    ``local_blocks`` are all blocks of the request, one list for each KV-cache group, in token order: block ``i`` of a
+    group holds the tokens ``[i * block_size, (i + 1) * block_size)``. ``remote_blocks`` are the producer's, as runs, in
+    the same order from token 0. ``doomed``: fail at once with this cause and read nothing (then ``peer`` may be None).
     """
 
     load: LoadId
@@ -50,9 +50,10 @@ class Orders:
 class Reports:
     """What one worker rank reports at the end of a step; each load appears once in ``received``.
 
-    ``failed`` is a part of ``received``, and aborted loads are a part of ``failed`` (cause ``ABORTED``): nothing that was not
-    committed is ever reported as good. ``unsettled`` loads were reported (or are, in this very batch) although a posted read may still write
-    into their blocks: the scheduler half holds those blocks back until the rank lists the load in ``settled``.
+    ``failed`` is a part of ``received``, and aborted loads are a part of ``failed`` (cause ``ABORTED``): nothing that
+    was not committed is ever reported as good. ``unsettled`` loads were reported (or are, in this very batch) although
+    a posted read may still write into their blocks: the scheduler half holds those blocks back until the rank lists the
+    load in ``settled``.
     """
 
     sent: set[LeaseId] = field(default_factory=set)

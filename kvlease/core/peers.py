@@ -244,8 +244,8 @@ class Peer:
     def greet(self, factory: RequestFactory, now: float, timeout_s: float) -> None:
         """Say hello as the call :data:`GREETING`, which ends like any other.
 
-        While GREETING this joins the greeting under way; while REFUSED the remembered refusal is the answer. A peer that
-        is READY is greeted again, and is READY no more until it answers.
+        While GREETING this joins the greeting under way; while REFUSED the remembered refusal is the answer. A peer
+        that is READY is greeted again, and is READY no more until it answers.
         """
         if GREETING in self._calls:
             return

@@ -10,7 +10,7 @@ Everything remote is untrusted: an id outside its region, a list that is too sho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,6 +75,61 @@ class Chunk:
         return f"<Chunk pages={len(self)} bytes={self.len_bytes}>"
 
 
+class Plan:
+    """The chunks of one load, each made when it is taken: a plan for a million tokens holds no million indices.
+
+    Pages go region by region and in token order within one, so runs that are contiguous on both sides stay neighbours and
+    NIXL merges each into one descriptor.
+    """
+
+    def __init__(self, local: Pages, remote: Pages, pairs: Mapping[int, tuple[Ids, Ids]], limits: Limits) -> None:
+        self.pages_left = sum(len(pairs[group][0]) for group in local.groups)
+        self._local, self._remote = local, remote
+        self._pairs = {group: (ours.astype(np.int32), theirs.astype(np.int32)) for group, (ours, theirs) in pairs.items()}
+        self._limits = limits
+        self._region = 0
+        self._at = 0
+
+    def __repr__(self) -> str:
+        return f"<Plan pages_left={self.pages_left} region={self._region}/{len(self._local.groups)}>"
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        """The next chunk.
+
+        Raises:
+            StopIteration: there is none, as ``pages_left`` says.
+        """
+        if not self.pages_left:
+            raise StopIteration
+        ours: list[Indices] = []
+        theirs: list[Indices] = []
+        room_pages, room_bytes, len_bytes = self._limits.chunk_descriptors, self._limits.chunk_bytes, 0
+        while self._region < len(self._local.groups):
+            local, remote = self._pairs[self._local.groups[self._region]]
+            page_bytes = self._local.len_bytes[self._region]
+            left = len(local) - self._at
+            take = max(0, min(left, room_pages, room_bytes // page_bytes))
+            if take == 0 and left and not ours:
+                take = 1
+            if take:
+                stop = self._at + take
+                ours.append(local[self._at : stop] + np.int32(self._local.offsets[self._region]))
+                theirs.append(remote[self._at : stop] + np.int32(self._remote.offsets[self._region]))
+                self._at = stop
+                room_pages -= take
+                room_bytes -= take * page_bytes
+                len_bytes += take * page_bytes
+            if take < left:
+                break
+            self._region, self._at = self._region + 1, 0
+        chunk = Chunk(np.concatenate(ours), np.concatenate(theirs), len_bytes)
+        self.pages_left -= len(chunk)
+        return chunk
+
+
 def check_pair(local: Pages, remote: Pages) -> None:
     """Refuse two sides whose regions do not correspond one to one.
 
@@ -90,8 +145,9 @@ def check_pair(local: Pages, remote: Pages) -> None:
         if ours != theirs:
             at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
             raise PlanError(f"region {at} has {name} {ours[at]} here and {theirs[at]} at the producer")
-    if sum(remote.num_pages) >= MAX_PAGES:
-        raise PlanError(f"the producer has {sum(remote.num_pages)} pages; fewer than {MAX_PAGES} can be addressed")
+    for whose, pages in (("we have", local), ("the producer has", remote)):
+        if sum(pages.num_pages) >= MAX_PAGES:
+            raise PlanError(f"{whose} {sum(pages.num_pages)} pages; fewer than {MAX_PAGES} can be addressed")
 
 
 def load_bytes(local: Pages, block_sizes: Sequence[int], start_token: int, end_token: int) -> int:
@@ -112,15 +168,12 @@ def plan(
     end_token: int,
     limits: Limits,
     null_block: int | None = None,
-) -> list[Chunk]:
-    """Which pages to read for the tokens ``[start_token, end_token)``, in chunks.
+) -> Plan:
+    """Which pages to read for the tokens ``[start_token, end_token)``; everything is checked before it returns.
 
     ``block_sizes`` are tokens per block, ``local_blocks`` block ids and ``remote_blocks`` runs of block ids, each by KV group and
     in token order from token 0. Blocks ``start // size`` to ``ceil(end / size) - 1`` are read whole. Blocks whose local
     id is ``null_block`` hold nothing (a sliding window has left them) and are left out.
-
-    Pages go region by region and in token order within one, so runs that are contiguous on both sides stay neighbours and
-    NIXL merges each into one descriptor.
 
     Raises:
         PlanError: the regions do not correspond, a side has too few blocks, or an id is outside its region.
@@ -139,7 +192,7 @@ def plan(
         ours = _cut(local_blocks[group], first, last, group)
         theirs = _expand(remote_blocks[group], first, last, remote.block_limit(group), group)
         pairs[group] = _checked(ours, theirs, local.block_limit(group), null_block, group)
-    return list(_chunks(local, remote, pairs, limits))
+    return Plan(local, remote, pairs, limits)
 
 
 def _block_count(block_size: int, start_token: int, end_token: int) -> int:
@@ -188,38 +241,3 @@ def _checked(ours: Ids, theirs: Ids, limit: int, null_block: int | None, group: 
     if len(ours) and (ours.min() < 0 or ours.max() >= limit):
         raise PlanError(f"KV group {group}: a block of ours lies outside our {limit} blocks")
     return ours, theirs
-
-
-def _chunks(local: Pages, remote: Pages, pairs: dict[int, tuple[Ids, Ids]], limits: Limits) -> Iterator[Chunk]:
-    """Cut the concatenation over all regions into chunks; the loop is over regions and chunks, not over blocks."""
-    parts: list[tuple[Ids, Ids]] = []
-    room_pages, room_bytes, len_bytes = limits.chunk_descriptors, limits.chunk_bytes, 0
-    for region, group in enumerate(local.groups):
-        page_bytes = local.len_bytes[region]
-        ours, theirs = pairs[group]
-        ours, theirs = ours + local.offsets[region], theirs + remote.offsets[region]
-        at = 0
-        while at < len(ours):
-            take = min(len(ours) - at, room_pages, room_bytes // page_bytes)
-            if take == 0 and not parts:
-                take = 1
-            if take > 0:
-                parts.append((ours[at : at + take], theirs[at : at + take]))
-                at += take
-                room_pages -= take
-                room_bytes -= take * page_bytes
-                len_bytes += take * page_bytes
-            if at < len(ours):
-                yield _chunk(parts, len_bytes)
-                parts, len_bytes = [], 0
-                room_pages, room_bytes = limits.chunk_descriptors, limits.chunk_bytes
-    if parts:
-        yield _chunk(parts, len_bytes)
-
-
-def _chunk(parts: list[tuple[Ids, Ids]], len_bytes: int) -> Chunk:
-    return Chunk(
-        np.concatenate([ours for ours, _ in parts]).astype(np.int32),
-        np.concatenate([theirs for _, theirs in parts]).astype(np.int32),
-        len_bytes,
-    )

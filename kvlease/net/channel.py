@@ -24,7 +24,7 @@ from typing import Final
 import zmq
 
 from kvlease.core.ids import PeerKey
-from kvlease.core.messages import MAX_REQUEST_BYTES, AnyRequest, ProtocolError, decode_reply, encode
+from kvlease.core.messages import MAX_REQUEST_BYTES, AnyReply, AnyRequest, ProtocolError, decode_reply, encode
 from kvlease.core.peers import Event, Peer, PeerBack, PeerDied, PeerForgotten, PeerTiming
 from kvlease.core.timers import Timers
 from kvlease.net.resolve import Lookup, Resolver, is_host_name, look_up, numeric_host, zmq_address
@@ -151,9 +151,13 @@ class Channel:
         """Let :meth:`poll` return, now or the next time it waits. From any thread, at any time."""
         self._sockets.wake()
 
+    def counters(self) -> Counter[str]:
+        """What was counted since the start. From any thread."""
+        return Counter(dict(self._counters))
+
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and how many peers are open. From any thread."""
-        return {**dict(self._counters), "peers": float(len(self._links))}
+        """As :meth:`counters`, and how many peers are open. From any thread."""
+        return {**self.counters(), "peers": float(len(self._links))}
 
     def close(self) -> None:
         """Close every connection. Calls that wait end silently: there is nobody left to be told."""
@@ -287,9 +291,7 @@ class Channel:
     def _hear(self, key: PeerKey, frame: bytes | None, now: float) -> None:
         peer = self._links[key].peer
         try:
-            if frame is None:
-                raise ProtocolError("malformed", "a message of several frames")
-            useless = peer.hear(decode_reply(frame), now)
+            useless = peer.hear(_read(frame), now)
         except ProtocolError as error:
             useless = error.reason
             self._complain(key, str(error), now)
@@ -304,3 +306,9 @@ class Channel:
         if now >= self._complain_at:
             self._complain_at = now + _COMPLAIN_EVERY_S
             logger.warning("%s: %s", key, what)
+
+
+def _read(frame: bytes | None) -> AnyReply:
+    if frame is None:
+        raise ProtocolError("malformed", "a message of several frames")
+    return decode_reply(frame)

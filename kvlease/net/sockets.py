@@ -1,5 +1,4 @@
-"""ZeroMQ DEALER sockets by peer, that never block and of which any number can be waited for at the cost of those that
-stir.
+"""ZeroMQ DEALER sockets by peer: none ever blocks, and waiting for thousands costs no more than those that stir.
 
 ZeroMQ gives one file descriptor per socket that becomes readable when something *may* have changed, and only a receive
 that found nothing (or a look at ``EVENTS``) settles it. A send may settle it too and swallow the news of a message.

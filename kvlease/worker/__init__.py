@@ -1,0 +1,1 @@
+"""What runs in vLLM's worker processes: pages, plans, NIXL and the transfer thread. No vLLM in here."""

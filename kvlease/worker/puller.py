@@ -201,7 +201,7 @@ class Puller:
         if remote is None:
             raise SourceError(FailureCause.INTERNAL, "hands were shaken, and no pages are known")
         try:
-            chunks = plan(
+            pull.plan = plan(
                 self._local.pages,
                 remote.pages,
                 self._local.block_sizes,
@@ -214,7 +214,6 @@ class Puller:
             )
         except PlanError as error:
             raise SourceError(FailureCause.PEER_CONFUSED, str(error)) from error
-        pull.chunks.extend(chunks)
         pull.happen(LoadEvent.DISPATCH)
         pull.since = self._clock()
         self._ring.append(pull)
@@ -371,7 +370,7 @@ class Puller:
         was = pull.state
         pull.happen(event)
         pull.cause = cause
-        pull.chunks.clear()
+        pull.plan = None
         if was is LoadState.PULLING:
             self._ring.remove(pull)
         if was is LoadState.COMMITTING:

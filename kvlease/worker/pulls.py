@@ -7,13 +7,12 @@ load's blocks any more.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState, next_state
 from kvlease.core.orders import LoadOrder
-from kvlease.core.plan import Chunk
+from kvlease.core.plan import Chunk, Plan
 from kvlease.worker.agent import Agent, AgentError, ReadState
 from kvlease.worker.sources import Source
 
@@ -46,26 +45,31 @@ class Pull:
     len_bytes: int
     state: LoadState = LoadState.GRANTED
     cause: FailureCause | None = None
-    chunks: deque[Chunk] = field(default_factory=deque)
+    plan: Plan | None = None
     posted: list[_Posted] = field(default_factory=list)
     since: float = 0.0
     report_at: float | None = None
 
     def __repr__(self) -> str:
         return (
-            f"<Pull {self.order.load} {self.state.value} chunks={len(self.chunks)} posted={len(self.posted)} "
+            f"<Pull {self.order.load} {self.state.value} pages_left={self.pages_left} posted={len(self.posted)} "
             f"bytes={self.len_bytes}>"
         )
 
     @property
+    def pages_left(self) -> int:
+        """Pages that no posted chunk covers yet."""
+        return self.plan.pages_left if self.plan is not None else 0
+
+    @property
     def may_post(self) -> bool:
         """Whether a chunk is waiting and may be posted now."""
-        return self.state is LoadState.PULLING and bool(self.chunks) and len(self.posted) < READS_PER_PULL
+        return self.state is LoadState.PULLING and self.pages_left > 0 and len(self.posted) < READS_PER_PULL
 
     @property
     def is_read(self) -> bool:
         """Whether every page is here."""
-        return self.state is LoadState.PULLING and not self.chunks and not self.posted
+        return self.state is LoadState.PULLING and not self.pages_left and not self.posted
 
     def happen(self, event: LoadEvent) -> None:
         """Change state by the table."""
@@ -78,9 +82,9 @@ class Pull:
             AgentError: nothing was started.
         """
         remote = self.source.remote
-        if remote is None:
+        if remote is None or self.plan is None:
             raise AgentError("the producer's pages were forgotten")
-        chunk = self.chunks.popleft()
+        chunk = next(self.plan)
         read = agent.post(local, chunk.local, remote.prepared, chunk.remote)
         self.posted.append(_Posted(read, chunk.len_bytes))
         self.source.busy_reads += 1

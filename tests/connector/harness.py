@@ -1,7 +1,7 @@
 """vLLM's real ``Scheduler`` with the real connector, endpoint and leaser; only the model and the workers are scripted.
 
-A :class:`Site` is one engine without its workers: each :meth:`Site.step` schedules, lets the scripted worker see the orders,
-and feeds its reports back, as vLLM's core loop does.
+A :class:`Site` is one engine without its workers: each :meth:`Site.step` schedules, lets the scripted worker see the
+orders, and feeds its reports back, as vLLM's core loop does.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Site:
         return scheduled
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Step until ``done``; the connector's threads need a moment, so there is a generous limit instead of a count."""
+        """Step until ``done``; the connector's threads need a moment, so time is the limit and not a count."""
         give_up = time.monotonic() + PATIENCE_S
         while not done():
             assert time.monotonic() < give_up, "the awaited state was not reached"
@@ -196,9 +196,7 @@ def _tiny_model(folder: Path) -> str:
     return str(folder)
 
 
-def _engine_config(
-    model: Path, role: str, policy: str, knobs: dict[str, Any], engine: dict[str, Any]
-) -> VllmConfig:
+def _engine_config(model: Path, role: str, policy: str, knobs: dict[str, Any], engine: dict[str, Any]) -> VllmConfig:
     arguments: dict[str, Any] = {
         "model": _tiny_model(model),
         "skip_tokenizer_init": True,

@@ -1,4 +1,4 @@
-"""Loads and leases as vLLM's real scheduler sees them: what is claimed, reported, freed, and what never happens twice."""
+"""Loads and leases under vLLM's real scheduler: what is claimed, reported, freed, and what never happens twice."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.connector.harness import BLOCK_SIZE, prompt
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from kvlease.core.loads import FailureCause
+from tests.connector.harness import BLOCK_SIZE, prompt
 
 if TYPE_CHECKING:
     from tests.connector.harness import Site
@@ -274,7 +274,7 @@ def test_quarantine_survives_the_recompute_of_its_request(make_site: MakeSite) -
     tokens = prompt(40)
     free = consumer.blocks_free
     load(consumer, "d", tokens, producer.prefill("p", tokens))
-    held = {block for block in consumer.worker.loads["d"].local_blocks[0]}
+    held = set(consumer.worker.loads["d"].local_blocks[0])
     reports = consumer.worker.reports
     reports.received.add("d")
     reports.failed["d"] = FailureCause.PEER_DEAD

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlease.core.digest import DIGEST_BYTES, prompt_digest
@@ -27,7 +27,7 @@ def test_it_is_32_bytes_and_repeatable() -> None:
 def test_it_never_changes_its_encoding_silently() -> None:
     # Both engines of a fleet must agree across releases: change the version tag whenever this changes.
     fixed = prompt_digest([1, 2, 3], 3, "adapter", "salt", ["image"])
-    assert fixed.hex() == "FIXED"
+    assert fixed.hex() == "1a468b7175ae20a97f9fa499e64aad321a8ac8abc0985416e394ed513dcc3347"
 
 
 def test_tokens_beyond_num_tokens_do_not_count() -> None:
@@ -84,6 +84,7 @@ Inputs = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(Inputs, Inputs)
 def test_two_inputs_share_a_digest_only_if_they_are_the_same(one: Any, other: Any) -> None:
     first, second = (prompt_digest(x[0], len(x[0]), *x[1:]) for x in (one, other))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlease.core.runs import block_runs, expand_runs
@@ -25,6 +25,7 @@ def test_runs_are_plain_integers_that_msgpack_takes() -> None:
     assert all(type(number) is int for run in block_runs([1, 2, 9]) for number in run)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40) | st.integers(0, (1 << 31) - 1), max_size=200))
 def test_expanding_gives_back_what_was_run_together(blocks: list[int]) -> None:
     runs = block_runs(blocks)
@@ -35,7 +36,16 @@ def test_expanding_gives_back_what_was_run_together(blocks: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "runs",
-    [[(-1, 2)], [(0, 0)], [(0, -5), (3, 9)], [(1 << 31, 1)], [(0, 1 << 62)], [(1 << 70, 1)], [(0, 60), (0, 60)], [("a", 1)]],
+    [
+        [(-1, 2)],
+        [(0, 0)],
+        [(0, -5), (3, 9)],
+        [(1 << 31, 1)],
+        [(0, 1 << 62)],
+        [(1 << 70, 1)],
+        [(0, 60), (0, 60)],
+        [("a", 1)],
+    ],
 )
 def test_runs_that_a_peer_made_up_raise_value_error(runs: Any) -> None:
     with pytest.raises(ValueError, match=r"runs|invalid"):

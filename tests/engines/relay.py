@@ -1,7 +1,7 @@
 """A relay between consumers and one producer's endpoint, which loses, repeats and withholds chosen messages.
 
-A consumer is led through it by writing the relay's port into the handoff's ``remote_port``: the address is only a hint, and the
-incarnation in the handoff still decides whether the right producer answers.
+A consumer is led through it by writing the relay's port into the handoff's ``remote_port``: the address is only a hint,
+and the incarnation in the handoff still decides whether the right producer answers.
 """
 
 from __future__ import annotations

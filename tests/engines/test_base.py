@@ -141,7 +141,8 @@ def test_a_handoff_used_again_with_another_prompt_of_equal_length(
 JUNK: list[Any] = [None, True, -1, 1 << 62, 1.5, "", "x" * 5000, [], [[]], {"a": {}}]
 FIELDS = [
     "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_num_tokens", "remote_block_ids",
-    "tp_size", "kvlease", "kvlease.token", "kvlease.incarnation", "kvlease.v", "kvlease.ttl_s", "remote_blocks_expiry_time",
+    "remote_blocks_expiry_time", "tp_size",
+    "kvlease", "kvlease.token", "kvlease.incarnation", "kvlease.v", "kvlease.ttl_s",
 ]  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""What goes wrong between engines, seen by a consumer that recomputes and by one that fails: the right text or HTTP 500.
+"""What goes wrong between engines: a consumer that recomputes answers the right text, one that fails HTTP 500.
 
-The leases are short (2 s), so that they can run out in a test, and the consumers take two requests at a time, so that they can be full.
+The leases are short (2 s), so that they can run out in a test, and the consumers take two requests at a time, so that
+they can be full.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -86,6 +86,12 @@ def ask(consumer: Engine, prompt: list[int], params: dict[str, Any], max_tokens:
     return Answer(response.status_code, token_ids, response.text)
 
 
+def ask_both(fleet: Fleet, prompt: list[int], handoffs: list[dict[str, Any]]) -> list[Answer]:
+    """Ask the consumer of each policy at once, each with its own handoff."""
+    pairs = zip(POLICIES, handoffs, strict=True)
+    return together([lambda p=policy, h=handoff: ask(fleet.consumers[p], prompt, h) for policy, handoff in pairs])
+
+
 def check_cause(fleet: Fleet, policy: str, before: dict[str, float], cause: str, log_from: int) -> None:
     """The counter and the log of the consumer both name the cause."""
     consumer = fleet.consumers[policy]
@@ -146,9 +152,8 @@ def test_a_field_that_is_absent_or_of_the_wrong_type_fails_cleanly_under_fail(
     handoff = handoff_of(fleet.producer, prompt)
     spoilt: list[dict[str, Any]] = [{key: value for key, value in handoff.items() if key != field}]
     spoilt += [{**handoff, field: junk} for junk in (None, -1, 1 << 62, "", [], "x" * 5000)]
-    answers = together(
-        [lambda params=params: ask(fleet.consumers["fail"], prompt, params) for params in json.loads(json.dumps(spoilt))]
-    )
+    consumer = fleet.consumers["fail"]
+    answers = together([lambda params=params: ask(consumer, prompt, params) for params in spoilt])
     assert [answer.status for answer in answers] == [500] * len(spoilt)
 
 
@@ -241,16 +246,15 @@ def test_a_producer_killed_before_a_pull_then_restarted_on_the_same_address(flee
     fleet.producer.kill()
     before = {policy: outcomes(fleet.consumers[policy]) for policy in POLICIES}
     started = time.monotonic()
-    answers = together(
-        [lambda pair=pair: ask(fleet.consumers[pair[0]], prompt, pair[1]) for pair in zip(POLICIES, handoffs, strict=False)]
-    )
+    answers = ask_both(fleet, prompt, handoffs[:2])
     assert time.monotonic() - started < 10
     for policy, answer in zip(POLICIES, answers, strict=True):
         answer.check(policy, expected)
         (outcome,) = new_outcomes(fleet.consumers[policy], before[policy])
         assert outcome in {"failed/acquire_timeout", "failed/peer_dead"}
     fleet.restart_producer()
-    for policy, handoff in zip(POLICIES, handoffs[2:], strict=True):  # the old life's handoffs at the new life's address
+    # the old life's handoffs, at the new life's address
+    for policy, handoff in zip(POLICIES, handoffs[2:], strict=True):
         before_old = outcomes(fleet.consumers[policy])
         ask(fleet.consumers[policy], prompt, handoff).check(policy, expected)
         (outcome,) = new_outcomes(fleet.consumers[policy], before_old)
@@ -273,12 +277,7 @@ def test_a_producer_killed_during_a_pull(fleet: Fleet, prompts: PromptMaker) -> 
     with Relay(handoffs[0]["remote_host"], handoffs[0]["remote_port"]) as relay:
         relay.drops[messages.Commit] = 1_000_000  # the reads are done or under way, and nothing is proven
         relay.on[messages.Commit] = lambda _: None if killer.ident else killer.start()
-        answers = together(
-            [
-                lambda pair=pair: ask(fleet.consumers[pair[0]], prompt, through(relay, pair[1]))
-                for pair in zip(POLICIES, handoffs, strict=True)
-            ]
-        )
+        answers = ask_both(fleet, prompt, [through(relay, handoff) for handoff in handoffs])
     killer.join()
     for policy, answer in zip(POLICIES, answers, strict=True):
         answer.check(policy, expected)

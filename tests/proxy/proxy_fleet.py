@@ -161,6 +161,10 @@ class Fleet:
             await asyncio.sleep(0)
 
 
+def addresses(engines: Sequence[StubEngine | str]) -> list[str]:
+    return [engine if isinstance(engine, str) else engine.url for engine in engines]
+
+
 @asynccontextmanager
 async def fleet(
     producers: Sequence[StubEngine | str], consumers: Sequence[StubEngine | str], prefill_timeout_s: float = 30.0
@@ -171,8 +175,7 @@ async def fleet(
         for engine in (*producers, *consumers):
             if isinstance(engine, StubEngine):
                 await stack.enter_async_context(engine.running())
-        urls = [[e if isinstance(e, str) else e.url for e in engines] for engines in (producers, consumers)]
-        settings = Settings(*urls, prefill_timeout_s=prefill_timeout_s)
+        settings = Settings(addresses(producers), addresses(consumers), prefill_timeout_s=prefill_timeout_s)
         app = create_app(settings, clock, lambda handoff: dropped.append(handoff["remote_request_id"]))
         url = await stack.enter_async_context(serving(app))
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:

@@ -29,7 +29,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
-EITHER = {
+EITHER: dict[str, dict[str, Any]] = {
     "plain": {},
     "max_tokens": {"max_tokens": 100},
     "no max_tokens": {"max_tokens": None},
@@ -55,7 +55,7 @@ EITHER = {
     "client's encoder handoff": {"ec_transfer_params": {"x": {"peer_host": "10.0.0.1"}}},
     "unknown key": {"something_new": {"x": 1}},
 }
-COMPLETION_ONLY = {
+COMPLETION_ONLY: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 5, "return_tokens_as_token_ids": True},
     "logprob ids": {"logprobs": 2, "logprob_token_ids": [1, 2]},
     "response format": {"response_format": JSON_SCHEMA},
@@ -63,7 +63,7 @@ COMPLETION_ONLY = {
     "list of one prompt": {"prompt": ["hello"]},
     "list of one token prompt": {"prompt": [[1, 2, 3]]},
 }
-CHAT_ONLY = {
+CHAT_ONLY: dict[str, dict[str, Any]] = {
     "max_completion_tokens": {"max_completion_tokens": 100},
     "both limits": {"max_completion_tokens": 100, "max_tokens": 50, "min_tokens": 10},
     "logprobs": {"logprobs": True, "top_logprobs": 5},
@@ -88,9 +88,9 @@ TABLE = [
 ]
 # What may be on the producer's leg beside what the proxy sets: all that can change the prompt, and harmless rest.
 KEPT = {
-    "model", "prompt", "messages", "tools", "tool_choice", "response_format", "chat_template_kwargs", "reasoning_effort",
-    "include_reasoning", "temperature", "top_p", "seed", "logit_bias", "presence_penalty", "ignore_eos", "cache_salt",
-    "priority", "something_new",
+    "model", "prompt", "messages", "tools", "tool_choice", "response_format", "chat_template_kwargs",
+    "reasoning_effort", "include_reasoning", "temperature", "top_p", "seed", "logit_bias", "presence_penalty",
+    "ignore_eos", "cache_salt", "priority", "something_new",
 }  # fmt: skip
 
 

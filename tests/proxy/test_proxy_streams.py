@@ -64,7 +64,7 @@ async def test_a_consumer_that_dies_mid_stream_leaves_an_error_event_and_no_done
     async with fleet([p], ds) as proxy:
         answer = await proxy.complete(ASK)
         assert answer.status_code == 200
-        events = [event for event in answer.text.split("\n\n") if event.strip()]
+        events = [event.strip() for event in answer.text.split("\n\n") if event]
         assert events[:2] == ['data: {"text": "a"}', 'data: {"text": "b"}']
         error = json.loads(events[-1].removeprefix("data: "))["error"]
         assert (error["code"], error["type"]) == ("consumer_lost", "upstream_error")

@@ -1,7 +1,7 @@
-"""The worker half as vLLM sees it: the only file of this package that imports vLLM.
+"""The worker half as vLLM sees it: vLLM's side of :mod:`kvlease.worker`, which itself imports no vLLM.
 
-It turns vLLM's configuration and KV-cache tensors into the plain data that :class:`kvlease.worker.worker.WorkerHalf` works
-with, and its reports into vLLM's classes.
+It turns vLLM's configuration and KV-cache tensors into the plain data that :class:`kvlease.worker.worker.WorkerHalf`
+works with, and its reports into vLLM's classes.
 """
 
 from __future__ import annotations

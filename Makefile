@@ -1,0 +1,34 @@
+# From a bare clone: `make demo` shows it at work, `make test` checks all of it. Both set everything up first.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fix unit
+
+PYTHON := .venv/bin/python
+CODE := kvlease devtools scripts examples tests
+TYPED := kvlease devtools scripts examples
+FAST := -m "not engines and not peer"
+
+help:  ## what the targets do
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make .venv with vLLM (CPU build), NIXL, the model and this project; nothing to do when it is there
+	@scripts/setup.sh
+
+demo: setup  ## a producer, a consumer and a proxy: handoffs, a killed producer, one table
+	@$(PYTHON) -m scripts.demo
+
+test: setup check  ## lint, types, unit, peer and engine tests (about half an hour on two cores)
+	$(PYTHON) -m pytest $(FAST) --cov --cov-report=term
+	$(PYTHON) -m pytest -m peer
+	$(PYTHON) -m pytest -m engines
+
+check: setup  ## lint and types
+	$(PYTHON) -m ruff check $(CODE)
+	$(PYTHON) -m ruff format --check $(CODE)
+	$(PYTHON) -m mypy $(TYPED)
+
+fix: setup  ## what lint can repair by itself
+	$(PYTHON) -m ruff check --fix $(CODE)
+	$(PYTHON) -m ruff format $(CODE)
+
+unit: setup  ## the fast tests only
+	$(PYTHON) -m pytest $(FAST)

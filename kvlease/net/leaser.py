@@ -1,0 +1,160 @@
+"""The thread that acquires, renews and releases the consumer's leases, whatever the engine is doing.
+
+The scheduler thread appends commands and takes results; both are deques, and nothing else is shared. Everything slow is
+on this side: digests of long prompts, sockets, waiting. What is done is in :mod:`kvlease.net.claims`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kvlease.config import Settings
+from kvlease.core.ids import ChannelId, LeaseId, LeaseToken, LoadId, PeerKey
+from kvlease.core.peers import PeerTiming
+from kvlease.net.channel import Channel
+from kvlease.net.claims import AcquireFailed, AcquireGranted, Claims, LeaseGone, PromptIdentity, Result
+
+__all__ = ["AcquireFailed", "AcquireGranted", "LeaseGone", "Leaser", "PromptIdentity", "Result"]
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S: Final = 0.2
+"""How long closing waits for its releases to be answered."""
+
+_JOIN_S: Final = 2.0
+_AFTER_ERROR_S: Final = 0.1
+
+_BATCH_MAX: Final = 64
+"""How many commands are carried out between two looks at the sockets."""
+
+_NAP_S: Final = 1.0
+"""The longest sleep; whoever has news wakes the thread anyway."""
+
+
+class Leaser:
+    """See the module. ``channel`` is this consumer's name on the wire.
+
+    The methods up to :meth:`close` are for the scheduler thread. :meth:`step` is the thread's; a test may call it
+    instead of :meth:`start`.
+    """
+
+    def __init__(self, channel: ChannelId, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._channel = Channel(PeerTiming(settings.peer_timeout_s, settings.ping_interval_s()), clock)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._results: deque[Result] = deque()
+        self._claims = Claims(channel, settings, self._channel, clock, self._results.append)
+        self._counters: Counter[str] = Counter()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvlease-leaser", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def acquire(self, load: LoadId, key: PeerKey, lease: LeaseId, token: LeaseToken, prompt: PromptIdentity) -> None:
+        """Claim ``lease`` for ``load``; a result follows in ``acquire_timeout_s``, unless the load is let go before."""
+        self._command(partial(self._claims.acquire, load, key, lease, token, prompt))
+
+    def finish(self, load: LoadId) -> None:
+        """The load is committed everywhere: hold its lease no more. Unknown loads are ignored."""
+        self._command(partial(self._claims.finish, load))
+
+    def release(self, load: LoadId) -> None:
+        """The load will not read: tell the producer. Unknown loads are ignored."""
+        self._command(partial(self._claims.release, load))
+
+    def release_unclaimed(self, key: PeerKey, lease: LeaseId, token: LeaseToken) -> None:
+        """Nobody here will ever read ``lease``: tell the producer, as a reader that never acquired."""
+        self._command(partial(self._claims.release_unclaimed, key, lease, token))
+
+    def take_results(self) -> list[Result]:
+        """What became of the claims since the last call, in order."""
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def stats(self) -> dict[str, float]:
+        """What was counted since the start, as ``channel_events|<kind>``."""
+        counted = self._channel.counters()
+        for counters in (self._claims.counters, self._counters):
+            counted.update(dict(counters))
+        return {f"channel_events|{kind}": float(number) for kind, number in counted.items()}
+
+    def close(self) -> None:
+        """Release what is held, as far as that goes within :data:`CLOSE_S`, and end the thread. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._channel.wake()
+        if self.alive:
+            self._thread.join(_JOIN_S)
+        else:
+            self._say_goodbye()
+
+    def step(self, timeout_s: float) -> None:
+        """Carry out what was commanded, wait for at most ``timeout_s``, and take in what happened."""
+        for _ in range(min(len(self._commands), _BATCH_MAX)):
+            self._carry_out(self._commands.popleft())
+        beat_at = self._claims.next_deadline()
+        if self._commands:
+            timeout_s = 0.0
+        elif beat_at is not None:
+            timeout_s = min(timeout_s, beat_at - self._clock())
+        self._channel.poll(timeout_s)
+        self._take_events()
+        self._claims.tick()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._channel.wake()
+
+    def _carry_out(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:
+            self._counters["internal"] += 1
+            logger.exception("a command could not be carried out")
+
+    def _take_events(self) -> None:
+        for key, event in self._channel.take_events():
+            self._claims.happen(key, event)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self.step(_NAP_S)
+            except Exception:
+                self._counters["internal"] += 1
+                logger.exception("the leaser goes on after an error of its own")
+                self._closing.wait(_AFTER_ERROR_S)
+        self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        try:
+            until = time.monotonic() + CLOSE_S
+            while self._commands and time.monotonic() < until:
+                self._carry_out(self._commands.popleft())
+            for load in self._claims.loads():
+                if time.monotonic() >= until:
+                    break
+                self._claims.release(load)
+            while self._claims.releases_open and (left_s := until - time.monotonic()) > 0:
+                self._channel.poll(left_s)
+                self._take_events()
+        except Exception:
+            logger.exception("what is held could not be released; it expires at its producers")
+        finally:
+            self._channel.close()

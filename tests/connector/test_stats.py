@@ -1,0 +1,74 @@
+"""The metrics path: it adds up, and nothing that comes in can make it raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvlease.connector.connector import KVLeaseConnector
+from kvlease.connector.stats import METRICS, KVLeasePromMetrics, KVLeaseStats, StatsDelta
+
+
+def test_counters_come_as_what_was_added_and_gauges_as_they_are() -> None:
+    delta = StatsDelta()
+    first = delta.take({"grants": 3, "leases_held": 2})
+    assert first is not None
+    assert first.data == {"grants": 3, "leases_held": 2}
+    assert delta.take({"grants": 3, "leases_held": 2}) is None
+    second = delta.take({"grants": 5, "leases_held": 0})
+    assert second is not None
+    assert second.data == {"grants": 2, "leases_held": 0}
+
+
+def test_names_that_are_no_metric_are_left_out() -> None:
+    assert StatsDelta().take({"private_number": 1}) is None
+
+
+def test_batches_of_halves_and_ranks_add_up() -> None:
+    one = KVLeaseStats(data={"pulls": 1, "peers|ready": 2})
+    one.aggregate(KVLeaseStats(data={"pulls": 2, "peers|ready": 1, "loads|done|": 1, "odd": "text"}))
+    assert one.data == {"pulls": 3, "peers|ready": 2, "loads|done|": 1}
+    assert one.reduce() == {"loads:done:": 1, "peers:ready": 2, "pulls": 3}
+    one.reset()
+    assert one.is_empty()
+
+
+class _Config:
+    kv_transfer_config = None
+
+
+def prom(registry: CollectorRegistry) -> KVLeasePromMetrics:
+    def bound(kind: type) -> Any:
+        return lambda **kwargs: kind(**kwargs, registry=registry)
+
+    types: Any = {kind: bound(kind) for kind in (Gauge, Counter, Histogram)}
+    return KVLeasePromMetrics(_Config(), types, ["engine"], {0: ["0"]})
+
+
+def test_every_metric_is_published_under_its_name() -> None:
+    registry = CollectorRegistry()
+    metrics = prom(registry)
+    metrics.observe({"|".join([name, *("x" for _ in metric.labels)]): 1 for name, metric in METRICS.items()})
+    text = generate_latest(registry).decode()
+    for name, metric in METRICS.items():
+        sample = f"vllm:kvlease_{name}" + ("" if metric.is_gauge else "_total")
+        assert f"{sample}{{" in text, sample
+
+
+@pytest.mark.parametrize(
+    "junk", [{}, {"": 1}, {"x": 1}, {"grants": "x"}, {"grants": -1}, {"grants|a|b": 1}, {"loads": 1}]
+)
+def test_odd_batches_are_skipped(junk: dict[str, Any]) -> None:
+    metrics = prom(CollectorRegistry())
+    metrics.observe(junk)
+    metrics.observe(junk, engine_idx=7)
+    assert KVLeaseConnector.build_kv_connector_stats(junk).reduce() is not None
+
+
+def test_no_batch_is_an_empty_batch() -> None:
+    assert KVLeaseConnector.build_kv_connector_stats(None).is_empty()

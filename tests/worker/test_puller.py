@@ -1,0 +1,346 @@
+"""A load from order to its one report, with every way it can end."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvlease.core.ids import Incarnation, LoadId
+from kvlease.core.loads import FailureCause
+from kvlease.core.messages import (
+    Commit,
+    Committed,
+    Difference,
+    Gone,
+    GoneReason,
+    Hello,
+    Invalid,
+    Ping,
+    Pong,
+    RankInfo,
+    Refused,
+    Welcome,
+)
+from kvlease.core.orders import Reports
+from kvlease.core.peers import PeerState
+from kvlease.testing import Fate
+from kvlease.worker.puller import SETTLE_S
+from kvlease.worker.sources import IDLE_OTHER_S, IDLE_READY_S
+
+BLOCKS = {3: 20, 4: 21, 9: 5}
+
+
+def failed(cause: FailureCause, load: str = "load") -> Reports:
+    return Reports(received={LoadId(load)}, failed={LoadId(load): cause})
+
+
+def done(*loads: str) -> Reports:
+    return Reports(received={LoadId(load) for load in loads})
+
+
+class TestAGoodLoad:
+    def test_is_greeted_read_committed_and_reported_once(self, world):
+        world.take(world.order("load", BLOCKS))
+        world.step(20)
+        assert world.reports() == done("load")
+        assert world.holds(BLOCKS)
+        assert world.reports() == Reports()
+        assert world.puller.is_idle
+
+    def test_commits_after_its_last_byte_and_says_who_it_is(self, world):
+        world.agent.polls = 3
+        world.producer.say[Commit] = lambda request: (
+            Committed(seq=request.seq, incarnation=world.producer.incarnation) if world.holds(BLOCKS) else None
+        )
+        world.take(world.order("load", BLOCKS))
+        world.step(30)
+        assert world.reports() == done("load")
+        (commit,) = world.producer.heard_of(Commit)
+        assert (commit.lease, commit.reader, commit.rank, commit.of_ranks) == ("lease-of-load", "channel/load", 0, 1)
+
+    def test_greets_a_producer_once_for_all_loads(self, world):
+        world.take(world.order("a", {1: 1}), world.order("b", {2: 2}))
+        world.step(20)
+        world.take(world.order("c", {3: 3}))
+        world.step(20)
+        assert world.reports() == done("a", "b", "c")
+        (hello,) = world.producer.heard_of(Hello)
+        assert (hello.fingerprint, hello.factors, hello.ranks) == ("print", {"kv": "bf16"}, [0])
+
+    def test_without_tokens_is_only_committed(self, world):
+        world.take(world.order("load", {}))
+        world.step(3)
+        assert world.reports() == done("load")
+        assert world.agent.reads == []
+
+    def test_is_counted(self, world):
+        world.take(world.order("load", BLOCKS))
+        world.step(20)
+        stats = world.puller.stats()
+        assert stats["loads_done"] == 1
+        assert stats["bytes_pulled"] == 3 * 3 * 64
+        assert stats["descriptors_pulled"] == 9
+        assert stats["pulls"] == 5
+        assert stats["peers|ready"] == 1
+
+    def test_gives_every_read_back(self, world):
+        world.take(world.order("load", BLOCKS))
+        world.step(20)
+        assert all(read.released for read in world.agent.reads)
+
+
+class TestManyLoads:
+    def test_a_short_load_does_not_wait_behind_a_long_one(self, world):
+        world.agent.polls = 1
+        world.take(world.order("long", {i: i for i in range(30)}), world.order("short", {31: 31}))
+        world.step(12)
+        assert world.reports() == done("short")
+
+    def test_at_most_two_chunks_of_a_load_are_posted_at_once(self, world):
+        world.agent.script.extend([Fate.HANG] * 99)
+        world.take(world.order("long", {i: i for i in range(30)}))
+        world.step(9)
+        assert len(world.agent.reads) == 2
+
+    def test_a_producer_that_hangs_delays_no_other(self, world):
+        frozen = world.new_producer("frozen")
+        frozen.is_silent = True
+        world.take(world.order("stuck", {1: 1}, frozen), world.order("load", {2: 2}))
+        world.step(9)
+        assert world.reports() == done("load")
+
+    def test_the_same_load_twice_is_one_load(self, world):
+        world.take(world.order("load", {1: 1}), world.order("load", {1: 1}))
+        world.step(9)
+        assert world.reports() == done("load")
+        assert world.reports() == Reports()
+
+
+class TestBeginning:
+    def test_a_doomed_load_fails_at_once_without_a_word_to_anybody(self, world):
+        world.take(world.order("load", {}, peer=None, doomed=FailureCause.NO_PROOF))
+        assert world.reports() == failed(FailureCause.NO_PROOF)
+        world.step(3)
+        assert world.producer.heard == []
+
+    def test_an_unanswered_greeting_fails_its_loads_in_time(self, world):
+        world.producer.say[Hello] = lambda request: None
+        world.producer.say[Ping] = lambda request: Pong(seq=request.seq, incarnation=world.producer.incarnation)
+        world.take(world.order("load", {1: 1}))
+        world.run_for(2.1)
+        assert world.reports() == failed(FailureCause.HANDSHAKE_TIMEOUT)
+
+    def test_a_refusal_fails_its_loads_and_is_told_once_with_both_values(self, world, caplog):
+        differences = [Difference(name="kv_cache_dtype", ours="fp8", theirs="bf16")]
+        world.producer.say[Hello] = lambda request: Refused(
+            seq=request.seq, incarnation=world.producer.incarnation, why="other KV", differences=differences
+        )
+        with caplog.at_level(logging.ERROR):
+            world.take(world.order("a", {1: 1}), world.order("b", {1: 1}))
+            world.step(2)
+            world.take(world.order("c", {1: 1}))
+            world.step(2)
+        assert world.reports().failed == dict.fromkeys(["a", "b", "c"], FailureCause.INCOMPATIBLE)
+        assert len(world.producer.heard_of(Hello)) == 1
+        (line,) = caplog.messages
+        assert "kv_cache_dtype is 'fp8', ours is 'bf16'" in line
+
+    def test_another_protocol_version_is_incompatible(self, world):
+        world.producer.say[Hello] = lambda request: Welcome(
+            seq=request.seq, incarnation=world.producer.incarnation, version=99, ranks=[world.producer.rank_info()]
+        )
+        world.take(world.order("load", {1: 1}))
+        world.step(2)
+        assert world.reports() == failed(FailureCause.INCOMPATIBLE)
+
+    @pytest.mark.parametrize(
+        ("info", "cause"),
+        [
+            (lambda info: RankInfo(1, info.agent_metadata, info.regions), FailureCause.PEER_CONFUSED),
+            (lambda info: RankInfo(0, info.agent_metadata, []), FailureCause.PEER_CONFUSED),
+            (lambda info: RankInfo(0, info.agent_metadata, info.regions, "TAPE"), FailureCause.PEER_CONFUSED),
+            (lambda info: RankInfo(0, info.agent_metadata, [(-1, 64, 64, 32, 0, 0)] * 3), FailureCause.PEER_CONFUSED),
+            (lambda info: RankInfo(0, info.agent_metadata, info.regions[:2]), FailureCause.INCOMPATIBLE),
+            (lambda info: RankInfo(0, info.agent_metadata, [(4096, 64, 64, 32, 0, 0)] * 3), FailureCause.TRANSFER),
+            (lambda info: RankInfo(0, b"?", info.regions), FailureCause.TRANSFER),
+        ],
+    )
+    def test_pages_that_cannot_be_used_fail_the_load(self, world, info, cause):
+        ranks = [info(world.producer.rank_info())]
+        world.producer.say[Hello] = lambda request: Welcome(
+            seq=request.seq, incarnation=world.producer.incarnation, version=1, ranks=ranks
+        )
+        world.take(world.order("load", {1: 1}))
+        world.step(3)
+        assert world.reports() == failed(cause)
+
+    def test_an_odd_answer_to_the_greeting_fails_the_load(self, world):
+        world.producer.say[Hello] = lambda request: Invalid(
+            seq=request.seq, incarnation=world.producer.incarnation, reason="malformed", text="what?"
+        )
+        world.take(world.order("load", {1: 1}))
+        world.step(2)
+        assert world.reports() == failed(FailureCause.PEER_CONFUSED)
+
+    def test_blocks_that_the_producer_does_not_have_are_never_read(self, world):
+        world.take(world.order("load", {1: 32}))
+        world.step(3)
+        assert world.reports() == failed(FailureCause.PEER_CONFUSED)
+        assert world.agent.reads == []
+
+    def test_another_incarnation_at_the_address_fails_the_load(self, world):
+        world.producer.incarnation = Incarnation(b"another life....")
+        world.take(world.order("load", {1: 1}))
+        world.step(2)
+        assert world.reports() == failed(FailureCause.PEER_RESTARTED)
+
+    def test_a_crash_of_ours_fails_that_load_only(self, world):
+        world.take(world.order("broken", {1: 1}, local_blocks=None), world.order("load", {2: 2}))
+        world.step(9)
+        reports = world.reports()
+        assert reports.received == {"broken", "load"}
+        assert reports.failed == {"broken": FailureCause.INTERNAL}
+        assert world.puller.stats()["internal_errors"] == 1
+
+
+class TestReading:
+    def test_a_read_that_nixl_refuses_fails_the_load_and_the_next_load_works(self, world):
+        world.agent.script.append(Fate.REFUSED)
+        world.take(world.order("load", BLOCKS))
+        world.step(9)
+        assert world.reports() == failed(FailureCause.TRANSFER)
+        world.take(world.order("next", BLOCKS))
+        world.step(9)
+        assert world.reports() == done("next")
+        assert world.holds(BLOCKS)
+
+    def test_a_read_that_fails_fails_the_load_with_nothing_unsettled(self, world):
+        world.agent.script.extend([Fate.DONE, Fate.ERROR])
+        world.take(world.order("load", BLOCKS))
+        world.step(9)
+        assert world.reports() == failed(FailureCause.TRANSFER)
+        assert world.producer.heard_of(Commit) == []
+
+    def test_a_load_that_takes_too_long_fails(self, world):
+        world.agent.script.append(Fate.HANG)
+        world.take(world.order("load", {1: 1}))
+        world.run_for(119)
+        assert world.reports() == Reports()
+        world.agent.finish()
+        world.agent.script.append(Fate.HANG)
+        world.run_for(1.2)
+        assert world.reports().received == {"load"}
+
+    def test_a_producer_that_falls_silent_fails_its_loads_within_the_timeout(self, world):
+        other = world.new_producer("other")
+        world.agent.script.extend([Fate.HANG, Fate.HANG])
+        world.take(world.order("a", {1: 1}), world.order("b", {2: 2}, other))
+        world.step(3)
+        world.producer.is_silent = True
+        world.run_for(2.3)
+        reports = world.reports()
+        assert reports.failed == {"a": FailureCause.PEER_DEAD}
+        assert reports.unsettled == {"a"}
+        world.agent.finish()
+        world.step(3)
+        assert world.reports() == Reports(received={LoadId("b")}, settled={LoadId("a")})
+
+    def test_a_dead_producer_fails_new_loads_at_once_and_is_tried_again_later(self, world):
+        world.producer.is_silent = True
+        world.take(world.order("a", {1: 1}))
+        world.run_for(2.2)
+        world.take(world.order("b", {1: 1}))
+        world.step(2)
+        assert world.reports().failed == {
+            "a": FailureCause.HANDSHAKE_TIMEOUT,
+            "b": FailureCause.PEER_DEAD,
+        }
+        world.producer.is_silent = False
+        world.run_for(1.0)
+        world.take(world.order("c", {1: 1}))
+        world.step(9)
+        assert world.reports() == done("c")
+
+
+class TestCommitting:
+    @pytest.mark.parametrize("why", list(GoneReason))
+    def test_gone_fails_the_load_with_its_reason(self, world, why):
+        world.producer.say[Commit] = lambda request: Gone(
+            seq=request.seq, incarnation=world.producer.incarnation, why=why, age_s=1.5
+        )
+        world.take(world.order("load", {1: 1}))
+        world.step(9)
+        assert world.reports() == failed(FailureCause(f"gone_{why.value}"))
+
+    def test_no_answer_fails_the_load_in_time(self, world):
+        world.producer.say[Commit] = lambda request: None
+        world.take(world.order("load", {1: 1}))
+        world.step(9)
+        world.run_for(2.1)
+        assert world.reports() == failed(FailureCause.COMMIT_TIMEOUT)
+        assert len({commit.seq for commit in world.producer.heard_of(Commit)}) == 1
+        assert len(world.producer.heard_of(Commit)) > 2
+
+    def test_an_odd_answer_fails_the_load(self, world):
+        world.producer.say[Commit] = lambda request: Pong(seq=request.seq, incarnation=world.producer.incarnation)
+        world.take(world.order("load", {1: 1}))
+        world.step(9)
+        assert world.reports() == failed(FailureCause.PEER_CONFUSED)
+
+    def test_a_producer_that_restarted_before_the_commit_fails_the_load(self, world):
+        def restart(request):
+            world.producer.incarnation = Incarnation(b"another life....")
+            return Committed(seq=request.seq, incarnation=world.producer.incarnation)
+
+        world.producer.say[Commit] = restart
+        world.take(world.order("load", {1: 1}))
+        world.step(9)
+        assert world.reports() == failed(FailureCause.PEER_RESTARTED)
+
+
+class TestKeepingHouse:
+    def test_a_source_nobody_needs_is_closed_and_can_come_back(self, world):
+        world.take(world.order("load", {1: 1}))
+        world.step(9)
+        world.clock.advance(IDLE_READY_S + 1)
+        world.step()
+        assert world.link.forgotten == [world.producer.key]
+        assert world.puller.stats()["peers|ready"] == 0
+        world.take(world.order("next", {1: 1}))
+        world.step(9)
+        assert world.reports() == done("load", "next")
+
+    def test_a_source_that_never_answered_is_forgotten_sooner_but_after_its_back_off(self, world):
+        world.producer.is_silent = True
+        world.take(world.order("load", {1: 1}))
+        world.run_for(3)
+        assert world.link.forgotten == []
+        world.clock.advance(IDLE_OTHER_S)
+        world.step()
+        assert world.link.forgotten == [world.producer.key]
+
+    def test_a_watched_peer_is_no_longer_watched_when_its_loads_are_over(self, world):
+        world.take(world.order("load", {1: 1}))
+        world.step(9)
+        before = len(world.producer.heard_of(Ping))
+        world.run_for(9)
+        assert len(world.producer.heard_of(Ping)) == before
+        assert world.link.peer(world.producer.key).state is PeerState.READY
+
+    def test_shutdown_fails_what_is_open_and_lets_reads_end(self, world):
+        world.agent.script.append(Fate.HANG)
+        world.take(world.order("load", BLOCKS))
+        world.step(3)
+        world.puller.stop(world.clock())
+        assert not world.puller.is_settled
+        world.agent.finish()
+        world.step()
+        assert world.puller.is_settled
+        assert world.reports() == failed(FailureCause.SHUTDOWN)
+        world.puller.close()
+        world.agent.close()
+
+
+def test_the_settle_time_is_short_beside_a_step():
+    assert SETTLE_S <= 0.1
