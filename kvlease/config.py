@@ -82,7 +82,7 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
 
 
 def _check_intervals(settings: Settings) -> None:
-    if settings.lease_extension_s < 3 * settings.heartbeat_interval_s:
+    if settings.lease_extension_s < 3 * settings.heartbeat_interval_s * (1 - 1e-9):  # 0.3 is three times 0.1
         raise ConfigError(
             f"lease_extension_s is {settings.lease_extension_s} with heartbeat_interval_s "
             f"{settings.heartbeat_interval_s}; it must be at least three heartbeats, so that two may be lost"

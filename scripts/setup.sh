@@ -58,7 +58,7 @@ step() {
             printf '\r\033[Ksetup: %s (%ds) %.60s' "$text" $((SECONDS - started)) "$(last_line)"
         elif ((SECONDS - started >= shown + 15)); then
             shown=$((SECONDS - started))
-            say "  $text (${shown}s) $(last_line)"
+            say "  $text (${shown}s, $(du -sh "$VENV" 2>/dev/null | cut -f 1) in $VENV) $(last_line)"
         fi
     done
     trap - INT TERM

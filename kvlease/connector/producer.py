@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
 from kvlease.config import Settings
 from kvlease.connector.requests import prompt_identity
+from kvlease.connector.stats import metric_key
 from kvlease.core.handoff import Handoff, emit_handoff, wants_lease
 from kvlease.core.ids import TOKEN_BYTES, EngineId, Incarnation, LeaseId, LeaseToken
-from kvlease.net.endpoint import Endpoint, GrantItem
+from kvlease.net.endpoint import Endpoint, GrantItem, GrantRefusedError
 
 logger = logging.getLogger("kvlease.producer")
 
+_NAMES = {"granted": "grants", "acquired": "acquires", "renewed": "renewals", "committed": "commits"}
+_ENDS = ("expired", "revoked")
 _GRANTABLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -76,7 +79,22 @@ class ProducerHalf:
             port=self._endpoint.port,
             num_tokens=num_tokens,
         )
-        self._endpoint.grant(GrantItem(lease=handoff.lease, token=handoff.token, prompt=prompt, block_ids=leased))
+        try:
+            self._endpoint.grant(
+                GrantItem(
+                    lease=handoff.lease,
+                    token=handoff.token,
+                    token_ids=prompt.token_ids,
+                    num_tokens=num_tokens,
+                    lora=prompt.lora,
+                    cache_salt=prompt.cache_salt,
+                    mm_hashes=prompt.mm_hashes,
+                    block_ids=leased,
+                )
+            )
+        except GrantRefusedError as error:
+            logger.warning("request %s: %s; its consumer prefills", request.request_id, error)
+            return None
         return emit_handoff(
             handoff,
             block_ids=leased if self._settings.inline_block_ids else None,
@@ -93,13 +111,9 @@ class ProducerHalf:
         self._returning.update(ids)
         return ids
 
-    def keep_sent(self, reported: set[str]) -> None:
-        """Drop from ``reported`` (in place) what is not an ended lease on its way back: the scheduler asserts on it."""
-        stale = reported - self._returning
-        if stale:
-            logger.error("dropped %d stale reports of sent requests: %s", len(stale), sorted(stale)[:8])
-            reported -= stale
-        self._returning -= reported
+    def have_returned(self, leases: Iterable[str]) -> None:
+        """The blocks of these ended leases are back in the pool."""
+        self._returning.difference_update(LeaseId(lease) for lease in leases)
 
     @property
     def leases_live(self) -> int:
@@ -107,13 +121,22 @@ class ProducerHalf:
         return self._endpoint.num_live
 
     @property
-    def is_returning(self) -> bool:
-        """Whether blocks of an ended lease are on their way back to the pool."""
-        return bool(self._returning)
+    def returning(self) -> Set[str]:
+        """The ended leases whose blocks are on their way back to the pool."""
+        return self._returning
 
     def samples(self) -> dict[str, float]:
         """The endpoint's counters and gauges, under the names of our metrics."""
-        return self._endpoint.samples()
+        stats = self._endpoint.stats()
+        samples = {_sample_name(name): value for name, value in stats.counters.items() if name != "ended"}
+        ended = stats.counters.get("ended", 0)
+        lost = sum(stats.counters.get(why, 0) for why in _ENDS)
+        samples[metric_key("lease_ends", "released")] = ended - lost
+        samples["leases_held"] = self._endpoint.num_live
+        samples["oldest_lease_age_seconds"] = float(int(stats.gauges["oldest_lease_age_s"]))
+        samples["tombstones"] = stats.gauges["tombstones"]
+        samples["endpoint_up"] = stats.gauges["alive"]
+        return samples
 
     def revoke_all(self) -> None:
         """End every lease now."""
@@ -122,3 +145,15 @@ class ProducerHalf:
     def close(self) -> None:
         """End every lease and stop answering."""
         self._endpoint.close()
+
+
+def _sample_name(counter: str) -> str:
+    """The metric that one of the endpoint's counters is a sample of."""
+    if counter in _NAMES:
+        return _NAMES[counter]
+    if counter in _ENDS:
+        return metric_key("lease_ends", counter)
+    for prefix, metric in (("refused_", "refused_claims"), ("invalid_", "refused_input")):
+        if counter.startswith(prefix):
+            return metric_key(metric, counter.removeprefix(prefix))
+    return metric_key("endpoint_events", counter)

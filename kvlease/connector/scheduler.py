@@ -132,13 +132,13 @@ class SchedulerHalf:
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers' reports, before the scheduler acts on them."""
         self._consumer.take_reports(output)
-        if output.finished_sending and self._producer is not None:
-            self._producer.keep_sent(output.finished_sending)
+        if output.finished_sending:
+            keep_sent(output.finished_sending, self._producer)
 
     @property
     def is_returning(self) -> bool:
         """Whether an ended lease's blocks are on their way back to the pool."""
-        return self._producer is not None and self._producer.is_returning
+        return self._producer is not None and bool(self._producer.returning)
 
     @property
     def is_quarantining(self) -> bool:
@@ -169,6 +169,16 @@ class SchedulerHalf:
         self._consumer.close()
         if self._producer is not None:
             self._producer.close()
+
+
+def keep_sent(reported: set[str], producer: ProducerHalf | None) -> None:
+    """Drop from ``reported`` (in place) what is not an ended lease on its way back: vLLM's scheduler asserts on it."""
+    stale = reported - (producer.returning if producer else set())
+    if stale:
+        logger.error("dropped %d stale reports of sent requests: %s", len(stale), sorted(stale)[:8])
+        reported -= stale
+    if producer is not None:
+        producer.have_returned(reported)
 
 
 def lease_timing(settings: Settings) -> LeaseTiming:

@@ -83,7 +83,8 @@ class KVLeaseStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """What the periodic log line shows."""
-        return {key.replace("|", ":"): round(value, 3) for key, value in sorted(self.data.items()) if value}
+        numbers = {key: value for key, value in sorted(self.data.items()) if isinstance(value, int | float) and value}
+        return {key.replace("|", ":"): round(value, 3) for key, value in numbers.items()}
 
     def is_empty(self) -> bool:
         """Whether there is nothing to publish."""

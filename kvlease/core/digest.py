@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,25 @@ _VERSION_TAG: Final = b"kvlease prompt digest 1\x00"
 
 _CHUNK_TOKENS: Final = 8192
 """Converting a list needs the interpreter lock, hashing does not: small chunks let the engine's thread in between."""
+
+
+@dataclass(frozen=True)
+class PromptIdentity:
+    """The first ``num_tokens`` tokens of one request's prompt, and what else their KV depends on.
+
+    ``token_ids`` is a reference to the request's own list, which only ever grows, so that making one costs the
+    scheduler's thread nothing; :meth:`digest` is for another thread.
+    """
+
+    token_ids: Sequence[int] = field(repr=False)
+    num_tokens: int
+    lora: str | None = None
+    cache_salt: str | None = field(default=None, repr=False)
+    mm_hashes: tuple[str, ...] = ()
+
+    def digest(self) -> bytes:
+        """See :func:`prompt_digest`, also for what it raises."""
+        return prompt_digest(self.token_ids, self.num_tokens, self.lora, self.cache_salt, self.mm_hashes)
 
 
 def prompt_digest(

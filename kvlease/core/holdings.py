@@ -7,7 +7,7 @@ first list, and each after a ``Resend``, is full: readers it does not name are o
 - A list that was not acknowledged is offered again as it was (same generation), unless it was full. A full list must
   not arrive after an ``Acquire`` that was sent later, for it would put that reader out: send it once, never resend it.
 - A full list names readers whose ``Acquire`` is still unanswered, too; other lists only those that were confirmed.
-- A removed reader is named until a list that names it was acknowledged, or a full one that does not.
+- A removed reader is named until a list that names it was acknowledged; with too many of them a full list must do.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class Holdings:
             self._unlisted.pop(reader, None)
             self._removed[reader] = None
             if len(self._removed) > len(self._held) + RENEW_LIST_MAX:
+                self._removed.clear()
                 self.resend()
 
     def drop(self, reader: ReaderId) -> None:
@@ -139,12 +140,10 @@ class Holdings:
         self._offered = None
         self._full = True
         self._listing = False
-        self._removed.clear()
 
     def _make_full(self) -> Renewal:
         self._full = False
         self._listing = True
-        self._removed.clear()
         for held in self._held.values():
             held.listed = False
         self._unlisted = dict.fromkeys(self._held)

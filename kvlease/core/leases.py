@@ -24,6 +24,7 @@ from kvlease.core.ids import ChannelId, Incarnation, LeaseId, ReaderId
 from kvlease.core.lease import Ended, Grant, Lease, LeaseEvent, LeaseState, LeaseTiming, next_state
 from kvlease.core.messages import (
     Acquire,
+    AnyReply,
     Commit,
     Committed,
     Gone,
@@ -36,7 +37,6 @@ from kvlease.core.messages import (
     Released,
     Renew,
     Renewed,
-    Reply,
     Request,
     Resend,
 )
@@ -66,7 +66,8 @@ class LeaseTable:
         self._leases: dict[LeaseId, Lease] = {}  # in the order of their grants
         self._channels: dict[ChannelId, Channel] = {}
         self._tombstones = Tombstones(timing.tombstone_ttl_s, timing.tombstone_max)
-        self._alarms: Timers[LeaseId] = Timers()  # when each lease ends, apart from its channels' deadlines
+        self._alarms: Timers[LeaseId] = Timers()  # when each lease ends, whatever its channels do
+        self._channel_alarms: Timers[ChannelId] = Timers()
         self._ended: list[Ended] = []
 
     def __len__(self) -> int:
@@ -118,11 +119,14 @@ class LeaseTable:
 
     def expire(self, now: float) -> None:
         """End what nobody renewed in time, and forget what is old enough. Call it when the inbox is empty."""
-        for channel_id, channel in list(self._channels.items()):
+        for channel_id in self._channel_alarms.take_due(now):
+            channel = self._channels[channel_id]
             for reader in channel.lapsing(now):
                 self._leave(self._leases[channel.held[reader]], reader, ReaderState.LAPSED, now)
             if channel.deadline <= now:
                 del self._channels[channel_id]
+            else:
+                self._channel_alarms.set(channel_id, channel.next_deadline())
         for lease_id in self._alarms.take_due(now):
             lease = self._leases[lease_id]
             if lease.state is LeaseState.LINGERING and now >= self._grace_end(lease):
@@ -138,13 +142,12 @@ class LeaseTable:
 
     def next_deadline(self) -> float | None:
         """When :meth:`expire` has something to do if nothing is heard before."""
-        deadlines = [channel.next_deadline() for channel in self._channels.values()]
-        deadlines += [at for at in (self._alarms.next_at(), self._tombstones.next_deadline()) if at is not None]
-        return min(deadlines, default=None)
+        deadlines = (self._channel_alarms.next_at(), self._alarms.next_at(), self._tombstones.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     # Requests of the consumers.
 
-    def handle(self, request: LeaseRequest, now: float) -> Reply:
+    def handle(self, request: LeaseRequest, now: float) -> AnyReply:
         """Answer one request. The same request again gets an answer that says the same, and changes nothing more.
 
         Raises:
@@ -161,7 +164,7 @@ class LeaseTable:
                 return self._commit(request, now)
         return self._release(request, now)
 
-    def _acquire(self, request: Acquire, now: float) -> Reply:
+    def _acquire(self, request: Acquire, now: float) -> AnyReply:
         lease = self._find(request)
         if not isinstance(lease, Lease):
             return self._refuse(request, lease, now)
@@ -177,6 +180,7 @@ class LeaseTable:
         channel = self._channels.setdefault(channel_id, Channel(deadline=now))
         channel.deadline = now + self._timing.lease_extension_s
         self._hold(lease, reader_id, reader, channel_id, now)
+        self._channel_alarms.set(channel_id, channel.next_deadline())
         lifetime_s = lease.granted_at + self._timing.max_lease_lifetime_s - now
         return Granted(
             seq=request.seq,
@@ -186,7 +190,7 @@ class LeaseTable:
             blocks=lease.grant.blocks,
         )
 
-    def _commit(self, request: Commit, now: float) -> Reply:
+    def _commit(self, request: Commit, now: float) -> AnyReply:
         if request.rank >= request.of_ranks:
             raise ProtocolError("bad_rank", f"rank {request.rank} of {request.of_ranks}")
         lease = self._find(request)
@@ -212,7 +216,7 @@ class LeaseTable:
             self._leave(lease, ReaderId(request.reader), ReaderState.COMMITTED, now)
         return committed
 
-    def _release(self, request: Release, now: float) -> Reply:
+    def _release(self, request: Release, now: float) -> AnyReply:
         lease = self._find(request)
         if lease is GoneReason.BAD_TOKEN:
             return self._refuse(request, lease, now)
@@ -223,7 +227,7 @@ class LeaseTable:
                 self._end(lease, LeaseEvent.RELEASE, GoneReason.RELEASED, now)
         return Released(seq=request.seq, incarnation=self.incarnation)
 
-    def _renew(self, request: Renew, now: float) -> Reply:
+    def _renew(self, request: Renew, now: float) -> AnyReply:
         channel_id = ChannelId(request.channel)
         known = self._channels.get(channel_id)
         channel = known or Channel(deadline=now)
@@ -237,6 +241,8 @@ class LeaseTable:
             self._update_list(request, channel, now)
             if known is None and not channel.held:  # who shows no token gets no record
                 del self._channels[channel_id]
+        if channel_id in self._channels:
+            self._channel_alarms.set(channel_id, channel.next_deadline())
         self.counters["renewed"] += 1
         gone = [GoneHolding(reader=reader, why=why) for reader, why in channel.gone.items()]
         return Renewed(seq=request.seq, incarnation=self.incarnation, ttl_s=self._timing.lease_extension_s, gone=gone)

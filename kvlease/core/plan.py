@@ -1,8 +1,9 @@
 """From regions, blocks and a token range to the page indices that a transfer reads: pure numpy, no addresses.
 
-Both sides number their pages alike: region after region, page after page, so the index of a page is its region's offset plus
-its block id. Blocks are paired by **absolute token position**: block ``i`` of a group, here and there, holds the tokens
-``[i * block_size, (i + 1) * block_size)``. Counting from an end would pair the wrong pages as soon as one side cached more.
+Both sides number their pages alike: region after region, page after page, so the index of a page is its region's
+offset plus its block id. Blocks are paired by **absolute token position**: block ``i`` of a group, here and there,
+holds the tokens ``[i * block_size, (i + 1) * block_size)``. Counting from an end would pair the wrong pages as soon
+as one side cached more.
 
 Everything remote is untrusted: an id outside its region, a list that is too short or a number that does not fit is a
 :class:`PlanError`, never a read of somebody else's page.
@@ -78,14 +79,16 @@ class Chunk:
 class Plan:
     """The chunks of one load, each made when it is taken: a plan for a million tokens holds no million indices.
 
-    Pages go region by region and in token order within one, so runs that are contiguous on both sides stay neighbours and
-    NIXL merges each into one descriptor.
+    Pages go region by region and in token order within one, so runs that are contiguous on both sides stay neighbours
+    and NIXL merges each into one descriptor.
     """
 
     def __init__(self, local: Pages, remote: Pages, pairs: Mapping[int, tuple[Ids, Ids]], limits: Limits) -> None:
         self.pages_left = sum(len(pairs[group][0]) for group in local.groups)
         self._local, self._remote = local, remote
-        self._pairs = {group: (ours.astype(np.int32), theirs.astype(np.int32)) for group, (ours, theirs) in pairs.items()}
+        self._pairs = {
+            group: (ours.astype(np.int32), theirs.astype(np.int32)) for group, (ours, theirs) in pairs.items()
+        }
         self._limits = limits
         self._region = 0
         self._at = 0
@@ -171,9 +174,9 @@ def plan(
 ) -> Plan:
     """Which pages to read for the tokens ``[start_token, end_token)``; everything is checked before it returns.
 
-    ``block_sizes`` are tokens per block, ``local_blocks`` block ids and ``remote_blocks`` runs of block ids, each by KV group and
-    in token order from token 0. Blocks ``start // size`` to ``ceil(end / size) - 1`` are read whole. Blocks whose local
-    id is ``null_block`` hold nothing (a sliding window has left them) and are left out.
+    ``block_sizes`` are tokens per block, ``local_blocks`` block ids and ``remote_blocks`` runs of block ids, each by
+    KV group and in token order from token 0. Blocks ``start // size`` to ``ceil(end / size) - 1`` are read whole.
+    Blocks whose local id is ``null_block`` hold nothing (a sliding window has left them) and are left out.
 
     Raises:
         PlanError: the regions do not correspond, a side has too few blocks, or an id is outside its region.

@@ -27,6 +27,7 @@ from kvlease.core.ids import PeerKey
 from kvlease.core.messages import MAX_REQUEST_BYTES, AnyReply, AnyRequest, ProtocolError, decode_reply, encode
 from kvlease.core.peers import Event, Peer, PeerBack, PeerDied, PeerForgotten, PeerTiming
 from kvlease.core.timers import Timers
+from kvlease.net.ratelimit import RateLimitedLog
 from kvlease.net.resolve import Lookup, Resolver, is_host_name, look_up, numeric_host, zmq_address
 from kvlease.net.sockets import Sockets
 
@@ -37,8 +38,6 @@ _FDS_PER_PEER: Final = 4
 
 _SWEEPS: Final = 10
 """How often within its idle time a peer is looked at."""
-
-_COMPLAIN_EVERY_S: Final = 10.0
 
 
 class TooManyPeers(Exception):  # noqa: N818 - named for what happened
@@ -80,7 +79,7 @@ class Channel:
         self._clock = clock
         self._idle_s = idle_s
         self._sweep_at = clock() + idle_s / _SWEEPS
-        self._complain_at = clock()
+        self._log = RateLimitedLog(logger)
         self._links: dict[PeerKey, _Link] = {}  # the longest unused first
         self._touched: dict[PeerKey, Peer] = {}
         self._timers: Timers[PeerKey] = Timers()
@@ -210,9 +209,9 @@ class Channel:
         for event in peer.take_events():
             if isinstance(event, PeerDied):
                 self._sockets.shut(key)
-                logger.warning("%s is dead: %s", key, event.cause)
+                self._log("dead", now, "%s is dead: %s", key, event.cause)
             elif isinstance(event, PeerBack):
-                logger.info("%s is back", key)
+                self._log("back", now, "%s is back", key, level=logging.INFO)
             self._events.append((key, event))
         if peer.wants_to_send:
             if key not in self._sockets:
@@ -231,7 +230,7 @@ class Channel:
             except TooManyPeers as error:
                 peer.abandon()
                 self._events += [(peer.key, event) for event in peer.take_events()]
-                self._complain(peer.key, str(error), now)
+                self._log("too_many_peers", now, "%s: %s", peer.key, error)
                 return False
         link.used_at = now
         self._links[peer.key] = link
@@ -260,7 +259,7 @@ class Channel:
 
     def _unreachable(self, peer: Peer, what: str, now: float) -> None:
         self._counters["unreachable"] += 1
-        self._complain(peer.key, f"no way to {what}", now)
+        self._log("unreachable", now, "%s: no way to %s", str(peer.key)[:128], what)
         peer.unreachable(now)
 
     def _take_answers(self, now: float) -> None:
@@ -294,18 +293,12 @@ class Channel:
             useless = peer.hear(_read(frame), now)
         except ProtocolError as error:
             useless = error.reason
-            self._complain(key, str(error), now)
+            self._log("bad_reply", now, "%s: %s", key, error)
         except Exception:
             useless = "internal"
-            logger.exception("%s: a reply could not be taken in", key)
+            self._log("internal", now, "%s: a reply could not be taken in", key, level=logging.ERROR, trace=True)
         self._counters["received" if useless is None else useless] += 1
         self._touch(peer)
-
-    def _complain(self, key: PeerKey, what: str, now: float) -> None:
-        """One line, unless there was one a short while ago: the counters tell the rest."""
-        if now >= self._complain_at:
-            self._complain_at = now + _COMPLAIN_EVERY_S
-            logger.warning("%s: %s", key, what)
 
 
 def _read(frame: bytes | None) -> AnyReply:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, NamedTuple
 
 from kvlease.config import Settings
-from kvlease.core.digest import prompt_digest
+from kvlease.core.digest import PromptIdentity
 from kvlease.core.holdings import Holdings
 from kvlease.core.ids import ChannelId, Incarnation, LeaseId, LeaseToken, LoadId, PeerKey, ReaderId, reader_id
 from kvlease.core.loads import FailureCause
@@ -53,25 +53,6 @@ _UNANSWERED: Final = {
     "unsendable": FailureCause.BAD_HANDOFF,
     "cancelled": FailureCause.INTERNAL,
 }
-
-
-@dataclass(frozen=True)
-class PromptIdentity:
-    """The first ``num_tokens`` tokens of one request's prompt, and what else their KV depends on.
-
-    ``token_ids`` is a reference to the request's own list, which only ever grows, so that making one costs the
-    scheduler's thread nothing; :meth:`digest` is called in the leaser's.
-    """
-
-    token_ids: Sequence[int] = field(repr=False)
-    num_tokens: int
-    lora: str | None = None
-    cache_salt: str | None = field(default=None, repr=False)
-    mm_hashes: tuple[str, ...] = ()
-
-    def digest(self) -> bytes:
-        """See :func:`~kvlease.core.digest.prompt_digest`, also for what it raises."""
-        return prompt_digest(self.token_ids, self.num_tokens, self.lora, self.cache_salt, self.mm_hashes)
 
 
 @dataclass(frozen=True)

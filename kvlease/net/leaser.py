@@ -15,12 +15,13 @@ from functools import partial
 from typing import Final
 
 from kvlease.config import Settings
+from kvlease.core.digest import PromptIdentity
 from kvlease.core.ids import ChannelId, LeaseId, LeaseToken, LoadId, PeerKey
 from kvlease.core.peers import PeerTiming
 from kvlease.net.channel import Channel
-from kvlease.net.claims import AcquireFailed, AcquireGranted, Claims, LeaseGone, PromptIdentity, Result
+from kvlease.net.claims import AcquireFailed, AcquireGranted, Claims, LeaseGone, Result
 
-__all__ = ["AcquireFailed", "AcquireGranted", "LeaseGone", "Leaser", "PromptIdentity", "Result"]
+__all__ = ["AcquireFailed", "AcquireGranted", "LeaseGone", "Leaser", "Result"]
 
 logger = logging.getLogger(__name__)
 

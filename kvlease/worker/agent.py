@@ -2,12 +2,12 @@
 
 What was found out about NIXL 1.5 (UCX) and is relied on here:
 
-* A posted read ends in ``DONE`` or in one of three errors (peer disconnected, backend error, cancelled). Everything else that
-  ``getXferStatus`` raises says something about our books, not about the read: it may still be writing.
-* Releasing the handle of an unfinished read succeeds and **withdraws nothing**; so does forgetting its peer, after which the
-  state of the read can no longer be asked. So neither is ever done while a read is busy.
-* Reading from a killed peer fails at once; reading from a frozen one that never connected stays busy for ever; reading from a
-  frozen one in the same host succeeds.
+* A posted read ends in ``DONE`` or in one of three errors (peer disconnected, backend error, cancelled). Everything
+  else that ``getXferStatus`` raises says something about our books, not about the read: it may still be writing.
+* Releasing the handle of an unfinished read succeeds and **withdraws nothing**; so does forgetting its peer, after
+  which the state of the read can no longer be asked. So neither is ever done while a read is busy.
+* Reading from a killed peer fails at once; reading from a frozen one that never connected stays busy for ever;
+  reading from a frozen one in the same host succeeds.
 * A peer that was forgotten may be added again; lists prepared before are then refused.
 * Without NIXL's progress thread a new peer connects only while its other side calls :meth:`Agent.tick`.
 """

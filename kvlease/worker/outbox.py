@@ -1,7 +1,7 @@
 """What the transfer thread leaves for the engine's thread: reports and numbers, handed over without a lock.
 
-A deque's ``append`` and ``popleft`` are atomic, and so is the exchange of one finished dict for another; nothing more is
-shared between the two threads in this direction.
+A deque's ``append`` and ``popleft`` are atomic, and so is the exchange of one finished dict for another; nothing more
+is shared between the two threads in this direction.
 """
 
 from __future__ import annotations

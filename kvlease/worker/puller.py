@@ -1,11 +1,11 @@
 """All loads of one consumer rank, one step at a time: whom to greet, what to read next, what to commit, what to report.
 
-Everything here happens in one thread, which calls :meth:`Puller.step` and sleeps in between; only the :class:`Outbox` is read
-by another one. A load is reported as received after the producer's ``Committed`` and never otherwise; whatever else
-happens to it, it is reported once, as failed, with the first cause.
+Everything here happens in one thread, which calls :meth:`Puller.step` and sleeps in between; only the :class:`Outbox`
+is read by another one. A load is reported as received after the producer's ``Committed`` and never otherwise;
+whatever else happens to it, it is reported once, as failed, with the first cause.
 
-One round over the loads posts at most one chunk of each, so a short load never waits behind a long one, and the thread is
-never away from its peers for longer than one chunk takes to post.
+One round over the loads posts at most one chunk of each, so a short load never waits behind a long one, and the
+thread is never away from its peers for longer than one chunk takes to post.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvlease.core.ids import LoadId, PeerKey
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState
 from kvlease.core.messages import AnyReply, Commit, Committed, Gone
 from kvlease.core.orders import LoadOrder, Orders
-from kvlease.core.peers import Answered, PeerDied, Event, PeerForgotten, PeerState, Unanswered
+from kvlease.core.peers import Answered, Event, PeerDied, PeerForgotten, PeerState, Unanswered
 from kvlease.core.plan import Limits, Pages, PlanError, load_bytes, plan
 from kvlease.worker.agent import Agent, AgentError
 from kvlease.worker.outbox import Outbox
@@ -35,7 +35,7 @@ READS_MAX: Final = 16
 """Chunks of all loads that may be posted at once."""
 
 POST_BUDGET_S: Final = 0.004
-"""A round of posting is cut short after this: where posting copies (shared memory), peers want to be heard meanwhile."""
+"""A round of posting is cut short after this: where posting copies, peers want to be heard meanwhile."""
 
 SETTLE_S: Final = 0.1
 """How long the report of an ended load waits for its last reads; later it is reported as unsettled."""

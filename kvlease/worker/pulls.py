@@ -1,8 +1,8 @@
 """One load in the worker half: its record, and how its pages are read, chunk by chunk.
 
-States and their table are those of :mod:`kvlease.core.loads`; a pull starts at ``GRANTED``. A pull that has ended may still have
-reads that have not: those are polled until NIXL says that they are terminal, because only then does nobody write to the
-load's blocks any more.
+States and their table are those of :mod:`kvlease.core.loads`; a pull starts at ``GRANTED``. A pull that has ended may
+still have reads that have not: those are polled until NIXL says that they are terminal, because only then does nobody
+write to the load's blocks any more.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """From KV cache tensors to regions: where each page of each layer lies in memory, checked before a byte moves.
 
-A page is what one block holds of one layer (or of its K or V plane). A region is an array of pages with a constant stride.
-vLLM's layouts differ in where the block dimension is, in whether K and V are planes of their own, in whether the kernel cuts
-a block into smaller ones and in what lies between two pages of a layer; all of that follows from shapes and strides. What
-does not add up to the layer's own page size is refused in words.
+A page is what one block holds of one layer (or of its K or V plane). A region is an array of pages with a constant
+stride. vLLM's layouts differ in where the block dimension is, in whether K and V are planes of their own, in whether
+the kernel cuts a block into smaller ones and in what lies between two pages of a layer; all of that follows from
+shapes and strides. What does not add up to the layer's own page size is refused in words.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SUPPORTED = (
 
 
 class RegionError(ValueError):
-    """A KV cache that kvlease cannot transfer; the text names the layer, its shape and strides, and what is supported."""
+    """A KV cache that kvlease cannot transfer; the text names the layer, its shape, and what is supported."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """``num_pages`` pages of ``len_bytes``, ``stride_bytes`` apart, from address ``base`` on; block ``i`` is page ``i``."""
+    """Block ``i`` is the ``len_bytes`` from address ``base + i * stride_bytes`` on, for ``i < num_pages``."""
 
     base: int
     stride_bytes: int
@@ -73,8 +73,9 @@ class Layout:
 def find_regions(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerSpec]) -> Layout:
     """The layout of an engine rank; regions in the order that both sides share: by layer name, numbers as numbers.
 
-    Layers of one group that share their memory give one region, and a layer without a spec must share a specified one's.
-    Layers of different groups may overlay each other (a block belongs to one group at a time): a region for each group.
+    Layers of one group that share their memory give one region, and a layer without a spec must share a specified
+    one's. Layers of different groups may overlay each other (a block belongs to one group at a time): a region for
+    each group.
 
     Raises:
         RegionError: a layer whose pages are not what its spec says, that is missing, or on a device NIXL does not know.

@@ -1,8 +1,8 @@
 """One producer as one consumer rank reads from it: the handshake, its NIXL agent and its prepared pages.
 
-A source belongs to one incarnation of a producer. Its pages are prepared once, on the ``Welcome``, and used by every load;
-after an error of NIXL they are thrown away and prepared anew for the next load. They are never thrown away while a read from
-them is busy, because then nobody could tell any more when that read ends.
+A source belongs to one incarnation of a producer. Its pages are prepared once, on the ``Welcome``, and used by every
+load; after an error of NIXL they are thrown away and prepared anew for the next load. They are never thrown away
+while a read from them is busy, because then nobody could tell any more when that read ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from kvlease.core.ids import EngineId, Incarnation, PeerKey, Rank
 from kvlease.core.loads import FailureCause
 from kvlease.core.messages import PROTOCOL_VERSION, AnyReply, Hello, RankInfo, Refused, Welcome
-from kvlease.core.peers import Peer, Event, PeerState
+from kvlease.core.peers import Event, Peer, PeerState
 from kvlease.core.plan import Pages, PlanError, check_pair
 from kvlease.worker.agent import Agent, AgentError
 from kvlease.worker.regions import RegionError, from_wire, pages_of, strided_rows
@@ -93,7 +93,7 @@ class Remote:
 
 @dataclass(eq=False)
 class Source:
-    """One producer's record. ``open_loads`` counts loads that are not over, ``busy_reads`` reads that have not ended."""
+    """One producer's record: ``open_loads`` are not over yet, ``busy_reads`` have not ended."""
 
     peer: Peer
     identity: Identity

@@ -1,8 +1,9 @@
 """The transfer thread of one worker process: it owns the NIXL agent and the channel, and nobody else calls either.
 
-It is never busy for its own sake. While reads are posted it looks often; while leases of ours are out it calls NIXL every two
-milliseconds, which lets peers connect and serves transports that need our side (no progress thread spins for that); else it
-sleeps until a message comes. Whatever goes wrong in one turn is logged, counted and forgotten: the next turn comes.
+It is never busy for its own sake. While reads are posted it looks often; while leases of ours are out it calls NIXL
+every two milliseconds, which lets peers connect and serves transports that need our side (no progress thread spins
+for that); else it sleeps until a message comes. Whatever goes wrong in one turn is logged, counted and forgotten: the
+next turn comes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvlease.config import Settings
 from kvlease.core.loads import FailureCause
 from kvlease.core.messages import RankInfo
 from kvlease.core.orders import Orders, Reports
-from kvlease.worker.agent import Agent, AgentError
+from kvlease.worker.agent import Agent
 from kvlease.worker.outbox import Outbox
 from kvlease.worker.puller import Local, Puller
 from kvlease.worker.regions import Layout, pages_of, strided_rows, to_wire
@@ -41,6 +42,7 @@ PAUSE_S: Final = 0.0001
 """The pause between two looks at a read that takes longer."""
 
 _AFTER_ERROR_S: Final = 0.05
+_PUBLISH_S: Final = 0.05
 _SETTLE_AT_END_S: Final = 1.0
 
 
@@ -73,6 +75,7 @@ class TransferThread:
         self._puller: Puller | None = None
         self._throttle = Throttle()
         self._busy_since: float | None = None
+        self._publish_at = 0.0
         self._thread = threading.Thread(target=self._run, name="kvlease-transfer", daemon=True)
 
     def start(self) -> RankInfo:
@@ -118,7 +121,7 @@ class TransferThread:
         return self._outbox.stats()
 
     def shutdown(self, timeout_s: float = 5.0) -> bool:
-        """Fail open loads, let posted reads end (bounded), unregister our memory; whether all of that was done in time."""
+        """Fail open loads, let posted reads end (bounded), unregister our memory; whether that was done in time."""
         self._stopping = True
         if self._thread.is_alive():
             if self._link is not None:
@@ -140,9 +143,9 @@ class TransferThread:
         while not self._stopping:
             try:
                 self._turn(puller)
-            except Exception as error:
+            except Exception:
                 if self._throttle.allow(time.monotonic()):
-                    logger.exception("the transfer thread goes on after: %r", error)
+                    logger.exception("the transfer thread goes on after this")
                 time.sleep(_AFTER_ERROR_S)
         try:
             self._tear_down(puller)
@@ -177,8 +180,11 @@ class TransferThread:
         self._link.poll(self._patience_s(puller))
         while self._orders:
             puller.take(self._orders.popleft(), time.monotonic())
-        puller.step(time.monotonic())
-        self._outbox.publish(puller.stats())
+        was_idle, now = puller.is_idle, time.monotonic()
+        puller.step(now)
+        if not was_idle or now >= self._publish_at:
+            self._publish_at = now + _PUBLISH_S
+            self._outbox.publish(puller.stats())
         self._agent.tick()
 
     def _patience_s(self, puller: Puller) -> float:

@@ -79,7 +79,7 @@ class WorkerHalf:
         return self._thread.stats() if self._thread is not None else {}
 
     def shutdown(self) -> None:
-        """Fail open loads, let posted reads end (bounded) and unregister our memory. The last reports can still be taken."""
+        """Fail open loads, let posted reads end (bounded), unregister our memory. Reports can still be taken."""
         if self._thread is not None:
             self._thread.shutdown()
 

@@ -540,7 +540,9 @@ def test_an_acquire_that_is_never_listed_lapses_although_its_channel_lives(story
     story.renew(0, 2, full=True)
     assert story.table.next_deadline() == 1010.0
     assert story.after(6) == [("L", GoneReason.EXPIRED)]
+    story.renew(2, 2)
     assert story.after(4) == [("M", GoneReason.EXPIRED)]
+    assert story.table.num_channels == 1
 
 
 def test_what_ended_is_named_in_every_renewal_until_it_is_removed(story: Story) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def test_expanding_gives_back_what_was_run_together(blocks: list[int]) -> None:
     runs = block_runs(blocks)
     assert expand_runs(runs).tolist() == blocks
     assert sum(length for _, length in runs) == len(blocks)
-    assert all(first + length != after for (first, length), (after, _) in zip(runs, runs[1:], strict=False))
+    assert all(first + length != after for (first, length), (after, _) in pairwise(runs))
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,10 @@ class Memory:
 
     def __init__(self, fabric: FakeFabric, fill: int | None = None) -> None:
         rng = np.random.default_rng(fill)
-        self.pages = rng.integers(0, 256, (REGIONS, BLOCKS, PAGE), dtype=np.uint8) if fill is not None else np.zeros(
-            (REGIONS, BLOCKS, PAGE), dtype=np.uint8
+        self.pages = (
+            rng.integers(0, 256, (REGIONS, BLOCKS, PAGE), dtype=np.uint8)
+            if fill is not None
+            else np.zeros((REGIONS, BLOCKS, PAGE), dtype=np.uint8)
         )
         self.regions = [Region(plane.ctypes.data, PAGE, PAGE, BLOCKS, 0, 0) for plane in self.pages]
         self.agent = FakeAgent(fabric)

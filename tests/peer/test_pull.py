@@ -1,0 +1,156 @@
+"""Real bytes from another process, and what becomes of a load when that process does not play along."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+
+from kvlease.core.ids import LoadId
+from kvlease.core.loads import FailureCause
+
+pytestmark = pytest.mark.peer
+
+BIG = (2, 4096, 8192)
+"""64 MiB, in pages of which half a page is one NIXL descriptor: a pull that lasts."""
+
+
+def scattered(count: int, of: int) -> dict[int, int]:
+    rng = random.Random(3)
+    return dict(zip(rng.sample(range(1, of), count), rng.sample(range(1, of), count), strict=True))
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [{i: i for i in range(1, 33)}, {i + 1: i + 30 for i in range(1, 33)}, scattered(40, 64), {5: 9}],
+    ids=["same", "shifted", "scattered", "one"],
+)
+def test_what_was_reported_good_is_what_the_producer_has(make, blocks):
+    consumer, producer = make(chunk_bytes=64 << 10)
+    consumer.take(producer.order("load", blocks))
+    consumer.wait_for("load")
+    assert consumer.reports.failed == {}
+    assert consumer.holds(producer, blocks)
+    untouched = set(range(64)) - set(blocks)
+    assert all(not cache[:, sorted(untouched)].any() for cache in consumer.caches.values())
+
+
+def test_many_loads_at_once(make):
+    consumer, producer = make(chunk_bytes=16 << 10)
+    blocks = {f"load-{i}": {4 * i + j + 1: 60 - 4 * i - j for j in range(4)} for i in range(15)}
+    consumer.take(*(producer.order(load, pairs) for load, pairs in blocks.items()))
+    consumer.wait_for(*blocks)
+    assert consumer.reports.failed == {}
+    assert all(consumer.holds(producer, pairs) for pairs in blocks.values())
+
+
+def test_a_lease_that_ended_before_the_commit_fails_the_load(make):
+    consumer, producer = make()
+    order = producer.order("load", {1: 1})
+    producer.expire()
+    consumer.take(order)
+    consumer.wait_for("load")
+    assert consumer.reports.failed == {"load": FailureCause.GONE_EXPIRED}
+
+
+def test_a_killed_producer_fails_its_loads_soon_and_frees_their_blocks(make):
+    consumer, producer = make(BIG, chunk_bytes=1 << 20)
+    blocks = scattered(4000, 4096)
+    consumer.take(producer.order("load", blocks))
+    consumer.wait(lambda: consumer.half.take_stats().get("bytes_pulled", 0) > 0)
+    producer.close()
+    began = time.monotonic()
+    consumer.wait_for("load")
+    assert time.monotonic() - began < 4
+    assert consumer.reports.failed["load"] in {FailureCause.TRANSFER, FailureCause.PEER_DEAD}
+    consumer.wait(lambda: consumer.reports.unsettled == consumer.reports.settled)
+
+
+def test_a_killed_worker_with_a_living_endpoint_fails_its_loads(make):
+    consumer, producer = make()
+    consumer.take(producer.order("first", {1: 1}))
+    consumer.wait_for("first")
+    producer.signal_worker(signal.SIGKILL)
+    producer.process.join()
+    consumer.take(producer.order("second", {2: 2}))
+    consumer.wait_for("second")
+    assert consumer.reports.failed == {"second": FailureCause.TRANSFER}
+
+
+def test_a_frozen_producer_fails_its_loads_in_time_and_serves_again_when_it_thaws(make):
+    consumer, producer = make()
+    consumer.take(producer.order("first", {1: 1}))
+    consumer.wait_for("first")
+    producer.signal_worker(signal.SIGSTOP)
+    producer.endpoint.is_silent = True
+    began = time.monotonic()
+    consumer.take(producer.order("second", {2: 2}))
+    consumer.wait_for("second")
+    assert time.monotonic() - began < 3
+    assert consumer.reports.failed["second"] in {FailureCause.COMMIT_TIMEOUT, FailureCause.PEER_DEAD}
+    producer.endpoint.is_silent = False
+    producer.signal_worker(signal.SIGCONT)
+
+    attempts = 0
+
+    def served() -> bool:
+        nonlocal attempts
+        if f"again-{attempts}" not in consumer.reports.failed and attempts:
+            return f"again-{attempts}" in consumer.reports.received
+        attempts += 1
+        consumer.take(producer.order(f"again-{attempts}", {3: 3}))
+        return False
+
+    consumer.wait(served)
+    assert consumer.holds(producer, {3: 3})
+
+
+def test_reads_from_a_worker_frozen_before_they_connect_keep_their_blocks_in_quarantine_until_they_end(make):
+    consumer, producer = make()
+    producer.signal_worker(signal.SIGSTOP)
+    consumer.take(producer.order("load", {1: 1}))
+    consumer.wait(lambda: consumer.half.take_stats().get("pulls", 0) > 0)
+    consumer.take(aborts=("load",))
+    consumer.wait_for("load")
+    assert consumer.reports.failed == {"load": FailureCause.ABORTED}
+    assert consumer.reports.unsettled == {"load"}
+    assert not consumer.reports.settled
+    producer.signal_worker(signal.SIGCONT)
+    consumer.wait(lambda: consumer.reports.settled == {LoadId("load")})
+
+
+def test_an_abort_in_the_middle_of_a_large_load_stops_it(make):
+    consumer, producer = make(BIG, chunk_bytes=256 << 10)
+    consumer.take(producer.order("load", scattered(4000, 4096)))
+    consumer.wait(lambda: consumer.half.take_stats().get("bytes_pulled", 0) > 0)
+    consumer.take(aborts=("load",))
+    consumer.wait_for("load")
+    assert consumer.reports.failed == {"load": FailureCause.ABORTED}
+    pulled = consumer.half.take_stats()["bytes_pulled"]
+    assert pulled < 2 * 4000 * 8192
+    consumer.take(producer.order("next", {1: 1}))
+    consumer.wait_for("next")
+    assert consumer.holds(producer, {1: 1})
+
+
+def test_a_small_load_behind_a_large_one_is_not_delayed(make):
+    consumer, producer = make(BIG, chunk_bytes=256 << 10)
+    consumer.take(producer.order("large", scattered(4000, 4096)), producer.order("small", {1: 1}))
+    consumer.wait_for("small")
+    assert "large" not in consumer.reports.received
+    consumer.wait_for("large")
+    assert consumer.reports.failed == {}
+
+
+def test_shutdown_reports_what_is_open_as_failed(make):
+    consumer, producer = make(BIG, chunk_bytes=256 << 10)
+    consumer.take(producer.order("load", scattered(4000, 4096)))
+    consumer.wait(lambda: consumer.half.take_stats().get("bytes_pulled", 0) > 0)
+    consumer.half.shutdown()
+    consumer.wait_for("load")
+    assert consumer.reports.failed == {"load": FailureCause.SHUTDOWN}
+    consumer.take(producer.order("late", {1: 1}))
+    consumer.wait_for("late")
+    assert consumer.reports.failed["late"] is FailureCause.SHUTDOWN

@@ -1,0 +1,186 @@
+"""The thread around it all: starts or says why not, hands things over, survives, ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from kvlease.core.ids import LeaseId, LoadId
+from kvlease.core.loads import FailureCause
+from kvlease.core.orders import Orders, Reports
+from kvlease.core.peers import PeerTiming
+from kvlease.testing import FakeAgent, Fate
+from kvlease.worker.agent import AgentError
+from kvlease.worker.regions import Layout, MemoryRange
+from kvlease.worker.sources import Identity
+from kvlease.worker.transfer import TransferThread, widen_cpus
+
+from .conftest import BLOCK_SIZE, FakeLink, Memory, World
+
+
+class WaitingLink(FakeLink):
+    """Waits as a channel does; ``waits`` is how long it was allowed to."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(time.monotonic, PeerTiming(2.0, 0.5))
+        self.producers = world.link.producers
+        self.waits: list[float] = []
+        self.crashes = 0
+        self._woken = threading.Event()
+
+    def poll(self, timeout_s: float) -> None:
+        if self.crashes:
+            self.crashes -= 1
+            raise RuntimeError("crashed")
+        super().poll(0.0)
+        self.waits.append(timeout_s)
+        self._woken.wait(0 if self.events else timeout_s)
+        self._woken.clear()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+
+class Running:
+    """A started thread with a fake agent, and how to wait for it."""
+
+    def __init__(self, world: World) -> None:
+        self.memory = Memory(world.fabric)
+        self.link = WaitingLink(world)
+        ranges = [MemoryRange(self.memory.pages.ctypes.data, self.memory.pages.nbytes, 0)]
+        self.thread = TransferThread(
+            identity=Identity("consumer", 0, 1, {}, ""),
+            settings=world.settings,
+            layout=Layout(self.memory.regions, "DRAM", ranges),
+            block_sizes=[BLOCK_SIZE],
+            make_agent=lambda: self.memory.agent,
+            make_link=lambda: self.link,
+        )
+        self.info = self.thread.start()
+
+    def wait_for(self, load: str) -> Reports:
+        until = time.monotonic() + 10
+        while LoadId(load) not in (reports := self.thread.take_reports()).received:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return reports
+
+
+@pytest.fixture
+def running(world):
+    found = Running(world)
+    yield found
+    found.thread.shutdown()
+
+
+def test_it_says_what_peers_need_to_know(running):
+    assert running.info.agent_metadata == running.memory.agent.metadata()
+    assert len(running.info.regions) == 3
+    assert running.info.memory == "DRAM"
+
+
+def test_a_load_goes_in_and_its_report_comes_out(world, running):
+    running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
+    assert running.wait_for("load").failed == {}
+    assert (running.memory.pages[:, 1] == world.producer.memory.pages[:, 5]).all()
+    assert running.thread.stats()["loads_done"] == 1
+
+
+def test_ended_leases_come_back_once(running):
+    running.thread.take_orders(Orders(ended=[LeaseId("a"), LeaseId("b")]))
+    assert running.thread.take_reports().sent == {"a", "b"}
+    assert running.thread.take_reports() == Reports()
+
+
+def test_the_agent_is_served_often_while_leases_are_out_and_seldom_otherwise(running):
+    def waits_of(leases_live: int) -> set[float]:
+        running.thread.take_orders(Orders(leases_live=leases_live))
+        running.link.wake()
+        start = len(running.link.waits) + 2
+        until = time.monotonic() + 10
+        while len(running.link.waits) < start + 2:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return set(running.link.waits[start:])
+
+    assert waits_of(0) == {0.1}
+    assert waits_of(1) == {0.002}
+    assert running.memory.agent.ticks > 0
+
+
+def test_it_goes_on_after_a_crash_of_its_own(world, running, caplog):
+    running.link.crashes = 3
+    running.link.wake()
+    running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
+    assert running.wait_for("load").failed == {}
+    assert "goes on after" in caplog.text
+
+
+def test_it_may_run_wherever_its_process_may(running):
+    del running
+    seen: list[set[int]] = []
+    allowed = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
+
+    def pinned() -> None:
+        os.sched_setaffinity(0, {min(allowed)})
+        widen_cpus()
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=pinned)
+    thread.start()
+    thread.join()
+    assert seen == [allowed]
+
+
+def test_what_nixl_says_at_the_start_is_raised_where_it_was_started(world):
+    def refuse() -> FakeAgent:
+        raise AgentError("no such device")
+
+    thread = TransferThread(
+        identity=Identity("consumer", 0, 1, {}, ""),
+        settings=world.settings,
+        layout=Layout([], "DRAM", []),
+        block_sizes=[BLOCK_SIZE],
+        make_agent=refuse,
+        make_link=lambda: world.link,
+    )
+    with pytest.raises(AgentError, match="no such device"):
+        thread.start()
+    assert not thread.is_alive
+
+
+def test_shutdown_lets_a_read_end_before_memory_is_unregistered(world, running):
+    running.memory.agent.script.append(Fate.HANG)
+    running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
+    until = time.monotonic() + 10
+    while not running.memory.agent.reads:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    threading.Timer(0.05, running.memory.agent.finish).start()
+    assert running.thread.shutdown()
+    assert running.memory.agent.closed
+    assert running.thread.take_reports().failed == {"load": FailureCause.SHUTDOWN}
+
+
+def test_shutdown_with_a_read_that_never_ends_leaves_memory_registered(world, running):
+    running.memory.agent.script.append(Fate.HANG)
+    running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
+    until = time.monotonic() + 10
+    while not running.memory.agent.reads:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert running.thread.shutdown()
+    assert not running.memory.agent.closed
+    reports = running.thread.take_reports()
+    assert reports.failed == {"load": FailureCause.SHUTDOWN}
+    assert reports.unsettled == {"load"}
+
+
+def test_orders_after_shutdown_fail_at_once_and_shutdown_may_be_repeated(world, running):
+    assert running.thread.shutdown()
+    assert running.thread.shutdown()
+    running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
+    assert running.thread.take_reports().failed == {"load": FailureCause.SHUTDOWN}
