@@ -154,7 +154,7 @@ def requests_of_the_demo(prompts: PromptMaker) -> list[Ask]:
         completion("completion", 300),
         completion("completion", 700),
         completion("completion", 1400),
-        completion("completion, long", 2400),
+        completion("completion, long", 2100),
         Ask("chat, streamed", PULLED),
     ]
     asks.append(Ask("repeated prompt", PULLED, asks[4].prompt))

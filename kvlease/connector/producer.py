@@ -135,7 +135,7 @@ class ProducerHalf:
         samples["leases_held"] = self._endpoint.num_live
         samples["oldest_lease_age_seconds"] = float(int(stats.gauges["oldest_lease_age_s"]))
         samples["tombstones"] = stats.gauges["tombstones"]
-        samples["endpoint_up"] = stats.gauges["alive"]
+        samples["endpoint_up"] = stats.gauges["accepting"]
         return samples
 
     def revoke_all(self) -> None:
@@ -149,6 +149,8 @@ class ProducerHalf:
 
 def _sample_name(counter: str) -> str:
     """The metric that one of the endpoint's counters is a sample of."""
+    if counter == "refused_hello":
+        return metric_key("refused_claims", "incompatible")
     if counter in _NAMES:
         return _NAMES[counter]
     if counter in _ENDS:

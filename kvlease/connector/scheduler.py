@@ -91,13 +91,13 @@ class SchedulerHalf:
         for rank, handshake in ranks.items():
             if handshake.factors != factors:
                 raise ConfigError(f"rank {rank} says {handshake.factors} of this engine, rank 0 says {factors}")
+        self._endpoint.watch([ranks[rank].lifeline for rank in sorted(ranks)])
         self._endpoint.set_ranks(
             [ranks[rank].info for rank in sorted(ranks)],
             factors,
             fingerprint(factors),
             enforce=self._settings.enforce_handshake_compat,
         )
-        self._endpoint.watch([ranks[rank].lifeline for rank in sorted(ranks)])
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The pool that a quarantine takes references on."""

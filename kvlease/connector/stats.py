@@ -31,7 +31,9 @@ METRICS: Final[dict[str, Metric]] = {
     "renewals": Metric("Renew messages this producer honoured; each renews all that one consumer holds."),
     "commits": Metric("Commits answered Committed by this producer, one for each reader and rank."),
     "lease_ends": Metric("Leases that ended on this producer, by reason.", ("why",)),
-    "refused_claims": Metric("Claims, renewals and commits this producer answered Gone, by reason.", ("why",)),
+    "refused_claims": Metric(
+        "Claims and commits this producer answered Gone, and greetings it refused, by reason.", ("why",)
+    ),
     "refused_input": Metric("Messages and handoffs refused as malformed, by reason.", ("reason",)),
     "endpoint_events": Metric("Other events at this producer's endpoint, by kind.", ("kind",)),
     "loads": Metric("Loads of this consumer by outcome and cause; once for each request.", ("outcome", "cause")),
@@ -43,7 +45,7 @@ METRICS: Final[dict[str, Metric]] = {
     "leases_held": Metric("Leases this producer has out: their blocks are not free.", is_gauge=True),
     "oldest_lease_age_seconds": Metric("Age of the oldest lease this producer has out.", is_gauge=True),
     "tombstones": Metric("Ended leases this producer still remembers.", is_gauge=True),
-    "endpoint_up": Metric("1 while this producer's endpoint answers.", is_gauge=True),
+    "endpoint_up": Metric("1 while this producer grants leases and answers for them.", is_gauge=True),
     "loads_in_flight": Metric("Loads of this consumer that are not yet reported.", is_gauge=True),
     "quarantined_blocks": Metric(
         "Blocks of this consumer held back because a posted read may still write to them.", is_gauge=True
@@ -70,7 +72,7 @@ class KVLeaseStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget all samples."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVLeaseStats:
         """Join another half's or rank's batch: counters add up, of gauges the larger value stands."""

@@ -31,6 +31,10 @@ def check_supported(vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "prefill context parallelism (prefill_context_parallel_size); use 1",
         ),
+        (
+            getattr(parallel, "nnodes", 1) > 1,
+            "one engine over several machines (nnodes); use one machine for each engine",
+        ),
         (bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)), "sleep mode; drop --enable-sleep-mode"),
         (vllm_config.speculative_config is not None, "speculative decoding; drop --speculative-config"),
         (

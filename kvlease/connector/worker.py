@@ -120,8 +120,6 @@ def compat_factors(
     The model's path is left out on purpose: the same model under two paths is the same model.
     """
     model = vllm_config.model_config
-    first = kv_caches[min(kv_caches)]
-    page_shape = [size for size in first.shape if size != max(first.shape)]
     return {
         "protocol": str(PROTOCOL_VERSION),
         "architecture": ",".join(getattr(model, "architectures", None) or []),
@@ -133,8 +131,18 @@ def compat_factors(
         "tp_size": str(vllm_config.parallel_config.tensor_parallel_size),
         "num_regions": str(len(regions)),
         "page_bytes": ",".join(str(size) for size in sorted({region.len_bytes for region in regions})),
-        "kv_layout": "x".join(str(size) for size in page_shape),
+        "kv_layout": _page_layout(next(iter(kv_caches.values())), regions[0].num_pages),
     }
+
+
+def _page_layout(kv_cache: torch.Tensor, num_pages: int) -> str:
+    """How a page is laid out inside: its dimensions (the one that counts pages by its kernel blocks in a page) and, from
+    outermost to innermost in memory, their order.
+    """
+    pages_dim = next((at for at, size in enumerate(kv_cache.shape) if size % num_pages == 0), 0)
+    sizes = [f"pages*{size // num_pages}" if at == pages_dim else str(size) for at, size in enumerate(kv_cache.shape)]
+    order = sorted(range(kv_cache.ndim), key=lambda at: -kv_cache.stride(at))
+    return f"({', '.join(sizes)}) in order {order}"
 
 
 def _model_digest(model: Any) -> str:

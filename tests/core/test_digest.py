@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlease.core.digest import DIGEST_BYTES, prompt_digest
+from kvlease.core.digest import DIGEST_BYTES, PromptIdentity, prompt_digest
 
 TOKENS = [101, 7, 7, 2023, 0, 151_643]
 
@@ -89,3 +89,10 @@ Inputs = st.tuples(
 def test_two_inputs_share_a_digest_only_if_they_are_the_same(one: Any, other: Any) -> None:
     first, second = (prompt_digest(x[0], len(x[0]), *x[1:]) for x in (one, other))
     assert (first == second) == (one == other)
+
+
+def test_an_identity_shows_neither_prompt_nor_salt_and_digests_alike() -> None:
+    identity = PromptIdentity(TOKENS, 5, "adapter", "salt-of-a-tenant", ("image",))
+    assert identity.digest() == prompt_digest(TOKENS, 5, "adapter", "salt-of-a-tenant", ["image"])
+    assert "151643" not in repr(identity)
+    assert "tenant" not in repr(identity)

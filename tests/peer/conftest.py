@@ -1,47 +1,32 @@
-"""A producer in parts, as in production: its worker is a process of its own, its endpoint a thread here."""
+"""A producer as in production: its worker is a process of its own, its endpoint a thread here, or there."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
-import zmq
 
 from kvlease.config import Settings
-from kvlease.core.ids import (
-    ChannelId,
-    EngineId,
-    Incarnation,
-    LeaseId,
-    LeaseToken,
-    LoadId,
-    PeerKey,
-    Rank,
-    reader_id,
-)
-from kvlease.core.leases import Grant, LeaseTable, LeaseTiming
-from kvlease.core.messages import (
-    PROTOCOL_VERSION,
-    Acquire,
-    Hello,
-    Ping,
-    Pong,
-    RankInfo,
-    Welcome,
-    decode_request,
-    encode,
-)
+from kvlease.core.calls import RequestFactory
+from kvlease.core.digest import prompt_digest
+from kvlease.core.ids import ChannelId, EngineId, Incarnation, LeaseId, LeaseToken, LoadId, PeerKey, Rank, reader_id
+from kvlease.core.leases import LeaseTiming
+from kvlease.core.messages import Acquire, AnyReply, Granted, RankInfo
 from kvlease.core.orders import LoadOrder, Orders, Reports
+from kvlease.core.peers import Answered, PeerTiming, Unanswered
+from kvlease.net.channel import Channel
+from kvlease.net.endpoint import Endpoint, GrantItem
 from kvlease.worker.regions import LayerSpec, Layout, find_regions
 from kvlease.worker.worker import WorkerHalf
 
+FACTORS = {"kv": "u8"}
+EXTENSION_S = 60.0
 BLOCK_SIZE = 16
 CHANNEL = ChannelId("consumer")
 TOKEN = LeaseToken(b"t" * 16)
@@ -68,115 +53,86 @@ def layout_of(caches: dict[str, torch.Tensor]) -> Layout:
 
 def make_half(settings: Settings, name: str) -> WorkerHalf:
     return WorkerHalf(
-        settings=settings, engine_id=EngineId(name), rank=Rank(0), of_ranks=1, factors={"kv": "u8"}, fingerprint="f"
+        settings=settings, engine_id=EngineId(name), rank=Rank(0), of_ranks=1, factors=FACTORS, fingerprint="f"
     )
 
 
-def worker_process(pipe: Connection, settings: Settings, shape: tuple[int, int, int], seed: int) -> None:
-    """A producer's worker: registers, serves, and does what it is told until the pipe closes."""
+def worker_process(pipe: Connection, settings: Settings, shape: tuple[int, int, int], seed: int, engine: bytes) -> None:
+    """A producer's worker, until the pipe closes. With an ``engine`` id its endpoint lives in this process, too."""
     half = make_half(settings, "producer")
     caches = make_caches(*shape, seed)  # kept: it is what is registered
     half.register(layout_of(caches), [BLOCK_SIZE])
-    pipe.send(half.rank_info())
+    half.take_orders(Orders(leases_live=1))
+    endpoint = start_endpoint(Incarnation(engine), half.rank_info(), EXTENSION_S) if engine else None
+    pipe.send((half.rank_info(), endpoint.port if endpoint else 0))
     try:
         while True:
-            half.take_orders(Orders(leases_live=pipe.recv()))
+            item = pipe.recv()
+            assert endpoint is not None
+            endpoint.grant(item)
+            pipe.send(None)
     except EOFError:
+        if endpoint is not None:
+            endpoint.close()
         half.shutdown()
 
 
-class Endpoint(threading.Thread):
-    """The least that answers: a lease table behind a socket."""
-
-    def __init__(self, incarnation: Incarnation, ranks: list[RankInfo]) -> None:
-        super().__init__(daemon=True)
-        timing = LeaseTiming(60.0, 60.0, 600.0, 0.0, 600.0, 1000)
-        self.table = LeaseTable(incarnation, timing)
-        self.ranks = ranks
-        self.is_silent = False
-        self.commits = 0
-        self.lock = threading.Lock()
-        self._incarnation = incarnation
-        self._ends = threading.Event()
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-
-    def run(self) -> None:
-        while not self._ends.is_set():
-            if self._socket.poll(20):
-                sender, frame = self._socket.recv_multipart()
-                request = decode_request(frame)
-                if self.is_silent:
-                    continue
-                match request:
-                    case Hello(seq=seq):
-                        reply = Welcome(
-                            seq=seq, incarnation=self._incarnation, version=PROTOCOL_VERSION, ranks=self.ranks
-                        )
-                    case Ping(seq=seq):
-                        reply = Pong(seq=seq, incarnation=self._incarnation)
-                    case _:
-                        with self.lock:
-                            reply = self.table.handle(request, time.monotonic())
-                self._socket.send_multipart([sender, encode(reply)])
-        self._socket.close(linger=0)
-
-    def close(self) -> None:
-        self._ends.set()
-        self.join()
+def start_endpoint(incarnation: Incarnation, info: RankInfo, extension_s: float) -> Endpoint:
+    endpoint = Endpoint(incarnation, LeaseTiming(60.0, extension_s, 600.0, 0.0, 600.0, 1000), "127.0.0.1")
+    endpoint.start()
+    endpoint.set_ranks([info], FACTORS, "f", True)
+    return endpoint
 
 
 class Producer:
-    """One producer engine; ``caches`` is what its worker's memory holds."""
+    """One producer engine; ``caches`` is what its worker's memory holds. ``together``: its two halves share a fate."""
 
-    def __init__(self, settings: Settings, shape: tuple[int, int, int], seed: int) -> None:
+    def __init__(
+        self, settings: Settings, shape: tuple[int, int, int], seed: int, together: bool, extension_s: float
+    ) -> None:
+        self.incarnation = Incarnation(os.urandom(16))
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=worker_process, args=(theirs, settings, shape, seed), daemon=True)
+        arguments = (theirs, settings, shape, seed, self.incarnation if together else b"")
+        self.process = context.Process(target=worker_process, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
         self.caches = make_caches(*shape, seed)
-        self.incarnation = Incarnation(os.urandom(16))
         assert self.pipe.poll(60), "the worker did not come up"
-        self.endpoint = Endpoint(self.incarnation, [self.pipe.recv()])
-        self.endpoint.start()
-        self.key = PeerKey(EngineId("producer"), self.incarnation, "127.0.0.1", self.endpoint.port)
-        self.pipe.send(1)
-
-    def lease(self, load: str, blocks: list[int]) -> None:
-        """Grant a lease of ``blocks``, and let the load's reader acquire it."""
-        runs = [[(block, 1) for block in blocks]]
-        grant = Grant(LeaseId(f"lease-of-{load}"), TOKEN, b"digest", BLOCK_SIZE * len(blocks), runs)
-        acquire = Acquire(
-            seq=0,
-            to=self.incarnation,
-            lease=grant.lease,
-            token=TOKEN,
-            reader=reader_id(CHANNEL, LoadId(load)),
-            channel=CHANNEL,
-            digest=b"digest",
-        )
-        with self.endpoint.lock:
-            self.endpoint.table.grant(grant, time.monotonic())
-            self.endpoint.table.handle(acquire, time.monotonic())
-
-    def expire(self) -> None:
-        with self.endpoint.lock:
-            self.endpoint.table.expire(time.monotonic() + 1000)
+        info, port = self.pipe.recv()
+        self.endpoint = None if together else start_endpoint(self.incarnation, info, extension_s)
+        if self.endpoint is not None:
+            port = self.endpoint.port
+        self.key = PeerKey(EngineId("producer"), self.incarnation, "127.0.0.1", port)
+        self.channel = Channel(PeerTiming(10.0, 2.5))
 
     def order(self, load: str, blocks: dict[int, int]) -> LoadOrder:
-        """Read the producer's blocks (values) into ours (keys) under a new lease."""
-        self.lease(load, list(blocks.values()))
+        """Read the producer's blocks (values) into ours (keys), under a new lease that the reader has acquired."""
+        lease, reader, tokens = LeaseId(f"lease-of-{load}"), reader_id(CHANNEL, LoadId(load)), BLOCK_SIZE * len(blocks)
+        prompt = list(range(tokens))
+        item = GrantItem(lease, TOKEN, prompt, tokens, None, None, [], [list(blocks.values())])
+        if self.endpoint is not None:
+            self.endpoint.grant(item)
+        else:
+            self.pipe.send(item)
+            self.pipe.recv()
+        digest = prompt_digest(prompt, tokens, lora=None, cache_salt=None, mm_hashes=[])
+        granted = self._ask(
+            lambda seq, to: Acquire(
+                seq=seq, to=to, lease=lease, token=TOKEN, reader=reader, channel=CHANNEL, digest=digest
+            )
+        )
+        assert isinstance(granted, Granted), granted
         return LoadOrder(
             load=LoadId(load),
-            lease=LeaseId(f"lease-of-{load}"),
+            lease=lease,
             token=TOKEN,
-            reader=reader_id(CHANNEL, LoadId(load)),
+            reader=reader,
             peer=self.key,
             start_token=0,
-            end_token=BLOCK_SIZE * len(blocks),
+            end_token=granted.num_tokens,
             local_blocks=(list(blocks),),
-            remote_blocks=[[(block, 1) for block in blocks.values()]],
+            remote_blocks=granted.blocks,
         )
 
     def signal_worker(self, which: signal.Signals) -> None:
@@ -186,11 +142,25 @@ class Producer:
             os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def close(self) -> None:
-        self.endpoint.close()
+        self.channel.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
         self.pipe.close()
+
+    def _ask(self, factory: RequestFactory) -> AnyReply:
+        """What the endpoint answers; this is the part of a consumer's scheduler half."""
+        self.channel.peer(self.key).call("ask", factory, time.monotonic(), WAIT_S)
+        while True:
+            self.channel.poll(WAIT_S)
+            for _, event in self.channel.take_events():
+                match event:
+                    case Answered(call="ask", reply=reply):
+                        return reply
+                    case Unanswered(cause=cause):
+                        raise AssertionError(cause)
 
 
 class Consumer:
@@ -237,9 +207,15 @@ def make() -> Iterator[Callable[..., tuple[Consumer, Producer]]]:
     """Makes a consumer and a producer whose caches have ``(layers, blocks, page_bytes)``."""
     parts: list[Consumer | Producer] = []
 
-    def pair(shape: tuple[int, int, int] = (3, 64, 4096), **extra: object) -> tuple[Consumer, Producer]:
+    def pair(
+        shape: tuple[int, int, int] = (3, 64, 4096),
+        *,
+        together: bool = False,
+        extension_s: float = EXTENSION_S,
+        **extra: object,
+    ) -> tuple[Consumer, Producer]:
         settings = Settings(num_threads=0, **extra)
-        producer = Producer(settings, shape, seed=7)
+        producer = Producer(settings, shape, 7, together, extension_s)
         parts.append(producer)
         consumer = Consumer(settings, shape)
         parts.append(consumer)

@@ -47,16 +47,16 @@ def test_many_loads_at_once(make):
 
 
 def test_a_lease_that_ended_before_the_commit_fails_the_load(make):
-    consumer, producer = make()
+    consumer, producer = make(extension_s=0.2)
     order = producer.order("load", {1: 1})
-    producer.expire()
+    consumer.wait(lambda: bool(producer.endpoint.take_ended()))
     consumer.take(order)
     consumer.wait_for("load")
     assert consumer.reports.failed == {"load": FailureCause.GONE_EXPIRED}
 
 
 def test_a_killed_producer_fails_its_loads_soon_and_frees_their_blocks(make):
-    consumer, producer = make(BIG, chunk_bytes=1 << 20)
+    consumer, producer = make(BIG, chunk_bytes=1 << 20, together=True)
     blocks = scattered(4000, 4096)
     consumer.take(producer.order("load", blocks))
     consumer.wait(lambda: consumer.half.take_stats().get("bytes_pulled", 0) > 0)
@@ -80,34 +80,34 @@ def test_a_killed_worker_with_a_living_endpoint_fails_its_loads(make):
 
 
 def test_a_frozen_producer_fails_its_loads_in_time_and_serves_again_when_it_thaws(make):
-    consumer, producer = make()
+    consumer, producer = make(together=True)
     consumer.take(producer.order("first", {1: 1}))
     consumer.wait_for("first")
+    order = producer.order("second", {2: 2})
     producer.signal_worker(signal.SIGSTOP)
-    producer.endpoint.is_silent = True
     began = time.monotonic()
-    consumer.take(producer.order("second", {2: 2}))
+    consumer.take(order)
     consumer.wait_for("second")
     assert time.monotonic() - began < 3
     assert consumer.reports.failed["second"] in {FailureCause.COMMIT_TIMEOUT, FailureCause.PEER_DEAD}
-    producer.endpoint.is_silent = False
     producer.signal_worker(signal.SIGCONT)
+    attempts: list[str] = []
 
-    attempts = 0
-
-    def served() -> bool:
-        nonlocal attempts
-        if f"again-{attempts}" not in consumer.reports.failed and attempts:
-            return f"again-{attempts}" in consumer.reports.received
-        attempts += 1
-        consumer.take(producer.order(f"again-{attempts}", {3: 3}))
+    def is_served_again() -> bool:
+        if attempts and attempts[-1] not in consumer.reports.received:
+            return False
+        if attempts and attempts[-1] not in consumer.reports.failed:
+            return True
+        attempts.append(f"third-{len(attempts)}")
+        consumer.take(producer.order(attempts[-1], {3: 3}))
         return False
 
-    consumer.wait(served)
+    consumer.wait(is_served_again)
     assert consumer.holds(producer, {3: 3})
 
 
-def test_reads_from_a_worker_frozen_before_they_connect_keep_their_blocks_in_quarantine_until_they_end(make):
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_reads_from_a_worker_frozen_before_they_connect_keep_their_blocks_in_quarantine_until_they_end(make, end):
     consumer, producer = make()
     producer.signal_worker(signal.SIGSTOP)
     consumer.take(producer.order("load", {1: 1}))
@@ -117,7 +117,7 @@ def test_reads_from_a_worker_frozen_before_they_connect_keep_their_blocks_in_qua
     assert consumer.reports.failed == {"load": FailureCause.ABORTED}
     assert consumer.reports.unsettled == {"load"}
     assert not consumer.reports.settled
-    producer.signal_worker(signal.SIGCONT)
+    producer.signal_worker(end)
     consumer.wait(lambda: consumer.reports.settled == {LoadId("load")})
 
 
