@@ -45,6 +45,7 @@ _STAGES = (
 _ENV = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    "UCX_NET_DEVICES": "lo",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_COLOR": "0",

@@ -57,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """How often a peer with open loads is asked whether it lives: four times within ``peer_timeout_s``."""
         return self.peer_timeout_s / 4
 
-    def load_deadline_s(self, len_bytes: int) -> float:
+    def load_budget_s(self, len_bytes: int) -> float:
         """How long a load of ``len_bytes`` may take from admission to its report."""
         return self.load_timeout_s + self.load_timeout_s_per_gib * len_bytes / _GIB
 

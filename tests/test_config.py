@@ -58,5 +58,5 @@ def test_a_peer_is_asked_four_times_before_it_is_given_up() -> None:
 
 def test_a_load_may_take_longer_the_more_it_moves() -> None:
     settings = parse_settings({"load_timeout_s": 100, "load_timeout_s_per_gib": 10})
-    assert settings.load_deadline_s(0) == 100
-    assert settings.load_deadline_s(3 << 30) == 130
+    assert settings.load_budget_s(0) == 100
+    assert settings.load_budget_s(3 << 30) == 130

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -22,7 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvlease.config import Settings
-from kvlease.connector.metadata import KVLeaseWorkerReport
+from kvlease.connector.metadata import KVLeaseWorkerReport, reported_by_us
 from kvlease.connector.requests import prompt_identity
 from kvlease.connector.stats import metric_key
 from kvlease.core.handoff import Handoff, HandoffError, parse_handoff, wants_load
@@ -41,17 +42,23 @@ _LOST_NOTHING = frozenset({FailureCause.GONE_COMMITTED})
 
 @dataclass
 class Load:
-    """One request's load, as the scheduler half sees it."""
+    """One request's load, as the scheduler half sees it.
+
+    ``claim`` is its name at the leaser and in its reader id. Request ids come again, and what the leaser had to say of
+    an aborted request must not pass for an answer to the next one of that id.
+    """
 
     id: LoadId
     handoff: Handoff | None
     state: LoadState
     give_up_at: float
+    claim: LoadId
     cause: FailureCause | None = None
     granted: Granted | None = None
     start_token: int = 0
     blocks: list[Any] = field(default_factory=list, repr=False)
     is_logged: bool = False
+    is_held: bool = False
 
     def step(self, event: LoadEvent) -> None:
         """Follow ``event`` through the table."""
@@ -65,7 +72,9 @@ class Load:
 
 @dataclass
 class Quarantine:
-    """Blocks of one load held back because ``ranks`` ranks still have a posted read on them."""
+    """Blocks held back because ``ranks`` ranks still have a posted read on them: those of one load, or of several that
+    had the same request id one after another.
+    """
 
     blocks: list[Any]
     ranks: int
@@ -95,6 +104,7 @@ class ConsumerHalf:
         self._may_load = may_load
         self._clock = clock
         self._loads: dict[LoadId, Load] = {}
+        self._claim_numbers = count(1)
         self._orders: list[LoadOrder] = []
         self._aborts: list[LoadId] = []
         self._quarantine: dict[LoadId, Quarantine] = {}
@@ -143,8 +153,9 @@ class ConsumerHalf:
             return
         # The leaser answers within acquire_timeout_s; twice that only bounds a leaser that died.
         give_up_at = self._clock() + 2 * self._settings.acquire_timeout_s
-        self._loads[load_id] = Load(load_id, handoff, LoadState.ACQUIRING, give_up_at)
-        self._leaser.acquire(load_id, handoff.peer, handoff.lease, handoff.token, prompt)
+        claim = LoadId(f"{load_id}#{next(self._claim_numbers)}")
+        self._loads[load_id] = Load(load_id, handoff, LoadState.ACQUIRING, give_up_at, claim)
+        self._leaser.acquire(claim, handoff.peer, handoff.lease, handoff.token, prompt)
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``num_computed_tokens`` (block-aligned) to load; None while the claim is under way."""
@@ -156,7 +167,7 @@ class ConsumerHalf:
             if self._clock() < load.give_up_at:
                 return None, False
             load.fail(FailureCause.ACQUIRE_TIMEOUT)
-            self._leaser.release(load.id)
+            self._leaser.release(load.claim)
         load.start_token = num_computed_tokens
         if load.state is LoadState.FAILED:
             return self._match_failed(load, request, num_computed_tokens)
@@ -195,7 +206,7 @@ class ConsumerHalf:
             return
         if request.status is not RequestStatus.FINISHED_ERROR:
             self._aborts.append(load.id)
-        self._leaser.release(load.id)
+        self._leaser.release(load.claim)
 
     def take_orders(self) -> tuple[list[LoadOrder], list[LoadId]]:
         """Loads to start and loads to abort, since the last step."""
@@ -215,11 +226,11 @@ class ConsumerHalf:
                 self._hold(load_id, ranks)
         received = output.finished_recving
         if received:
-            stale = {load_id for load_id in received if LoadId(load_id) not in self._loads}
+            stale = {load_id for load_id in received & reported_by_us(output) if LoadId(load_id) not in self._loads}
             if stale:
                 logger.error("dropped %d stale reports of received requests: %s", len(stale), sorted(stale)[:8])
                 received -= stale
-            for load_id in received:
+            for load_id in received & self._loads.keys():
                 self._settle(self._loads.pop(LoadId(load_id)), failed=load_id in output.failed_recving)
         if isinstance(report, KVLeaseWorkerReport):
             for load_id, ranks in report.settled.items():
@@ -230,7 +241,7 @@ class ConsumerHalf:
         for load in list(self._loads.values()):
             if load.state in (LoadState.ACQUIRING, LoadState.GRANTED):
                 load.fail(FailureCause.RESET)
-                self._leaser.release(load.id)
+                self._leaser.release(load.claim)
             elif load.state is LoadState.PULLING:
                 load.cause = load.cause or FailureCause.RESET
                 self._aborts.append(load.id)
@@ -260,8 +271,8 @@ class ConsumerHalf:
     def drain_leaser(self) -> None:
         """Take in what the leaser thread learned."""
         for result in self._leaser.take_results():
-            load = self._loads.get(result.load)
-            if load is None:
+            load = self._loads.get(LoadId(result.load.rpartition("#")[0]))
+            if load is None or load.claim != result.load:
                 continue
             match result:
                 case AcquireGranted() if load.state is LoadState.ACQUIRING:
@@ -285,11 +296,11 @@ class ConsumerHalf:
         return min(missing, self._block_sizes[0]), True
 
     def _failed(self, load_id: LoadId, handoff: Handoff | None, cause: FailureCause) -> Load:
-        return Load(load_id, handoff, LoadState.FAILED, give_up_at=0.0, cause=cause)
+        return Load(load_id, handoff, LoadState.FAILED, give_up_at=0.0, claim=LoadId(""), cause=cause)
 
     def _drop_unread(self, load: Load, outcome: str = _ALL_LOCAL) -> None:
         if load.state in (LoadState.ACQUIRING, LoadState.GRANTED):
-            self._leaser.release(load.id)
+            self._leaser.release(load.claim)
         if load.state is LoadState.FAILED:
             outcome = "failed"
         self._count(outcome, load.cause)
@@ -303,7 +314,7 @@ class ConsumerHalf:
             load=load.id,
             lease=handoff.lease if handoff else LeaseId(""),
             token=handoff.token if handoff else LeaseToken(b""),
-            reader=reader_id(self._channel, load.id) if handoff else ReaderId(""),
+            reader=reader_id(self._channel, load.claim) if handoff else ReaderId(""),
             peer=handoff.peer if handoff else None,
             start_token=load.start_token,
             end_token=end_token,
@@ -314,10 +325,10 @@ class ConsumerHalf:
 
     def _settle(self, load: Load, *, failed: bool) -> None:
         if not failed:
-            self._leaser.finish(load.id)
+            self._leaser.finish(load.claim)
             self._count("done")
             return
-        self._leaser.release(load.id)
+        self._leaser.release(load.claim)
         if load.cause is FailureCause.ABORTED:
             self._count("aborted")
             return
@@ -339,19 +350,20 @@ class ConsumerHalf:
             load.id, load.handoff.peer if load.handoff else "anywhere", cause, then,
         )  # fmt: skip
 
-    # Quarantine (design rule S4)
+    # Quarantine
 
     def _hold(self, load_id: LoadId, ranks: int) -> None:
-        held = self._quarantine.get(load_id)
-        if held is not None:
-            held.ranks += ranks
-            return
         load = self._loads.get(load_id)
         if load is None or self._pool is None:
             logger.error("request %s: no blocks to quarantine", load_id)
             return
+        held = self._quarantine.setdefault(load_id, Quarantine([], 0))
+        held.ranks += ranks
+        if load.is_held:
+            return
+        load.is_held = True
         self._pool.touch(load.blocks)
-        self._quarantine[load_id] = Quarantine(load.blocks, ranks)
+        held.blocks += load.blocks
         logger.warning("request %s: %d blocks held back until their reads have ended", load_id, len(load.blocks))
 
     def _let_go(self, load_id: LoadId, ranks: int) -> None:
@@ -362,3 +374,5 @@ class ConsumerHalf:
         if held.ranks <= 0:
             self._pool.free_blocks(held.blocks)
             del self._quarantine[load_id]
+            if (load := self._loads.get(load_id)) is not None:
+                load.is_held = False

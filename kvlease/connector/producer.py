@@ -61,10 +61,10 @@ class ProducerHalf:
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         num_tokens = min(request.num_prompt_tokens, computed)
         prompt = prompt_identity(request, num_tokens)
-        if prompt is None or num_tokens <= 0 or not self._endpoint.alive:
+        if prompt is None or num_tokens <= 0 or not self._endpoint.is_alive:
             logger.warning(
                 "request %s: no lease granted, its consumer prefills (%d of %d prompt tokens computed, endpoint %s)",
-                request.request_id, num_tokens, request.num_prompt_tokens, "up" if self._endpoint.alive else "down",
+                request.request_id, num_tokens, request.num_prompt_tokens, "up" if self._endpoint.is_alive else "down",
             )  # fmt: skip
             return None
         leased = [

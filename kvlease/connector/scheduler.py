@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from kvlease.config import ConfigError, Settings
 from kvlease.connector.consumer import ConsumerHalf
-from kvlease.connector.metadata import KVLeaseHandshake
+from kvlease.connector.metadata import KVLeaseHandshake, reported_by_us
 from kvlease.connector.producer import ProducerHalf
 from kvlease.connector.stats import KVLeaseStats, StatsDelta
 from kvlease.core.compat import fingerprint
@@ -133,7 +133,7 @@ class SchedulerHalf:
         """The workers' reports, before the scheduler acts on them."""
         self._consumer.take_reports(output)
         if output.finished_sending:
-            keep_sent(output.finished_sending, self._producer)
+            keep_sent(output.finished_sending, reported_by_us(output), self._producer)
 
     @property
     def is_returning(self) -> bool:
@@ -171,14 +171,14 @@ class SchedulerHalf:
             self._producer.close()
 
 
-def keep_sent(reported: set[str], producer: ProducerHalf | None) -> None:
-    """Drop from ``reported`` (in place) what is not an ended lease on its way back: vLLM's scheduler asserts on it."""
-    stale = reported - (producer.returning if producer else set())
+def keep_sent(sent: set[str], ours: set[str], producer: ProducerHalf | None) -> None:
+    """Drop from ``sent`` (in place) what is ``ours`` and no ended lease on its way back: vLLM's scheduler asserts on it."""
+    stale = (sent & ours) - (producer.returning if producer else set())
     if stale:
         logger.error("dropped %d stale reports of sent requests: %s", len(stale), sorted(stale)[:8])
-        reported -= stale
+        sent -= stale
     if producer is not None:
-        producer.have_returned(reported)
+        producer.have_returned(sent)
 
 
 def lease_timing(settings: Settings) -> LeaseTiming:

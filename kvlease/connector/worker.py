@@ -88,14 +88,15 @@ class WorkerFacade:
         )
 
     def take_report(self) -> KVLeaseWorkerReport | None:
-        """Causes, and blocks still being written to, that belong to the results just taken."""
+        """Causes, and blocks still being written to, that belong to the results just taken; None when they are empty."""
         reports, self._reports = self._reports, Reports()
-        if not (reports.failed or reports.unsettled or reports.settled):
+        if not (reports.received or reports.sent or reports.settled):
             return None
         return KVLeaseWorkerReport(
             failed=reports.failed,
             unsettled=dict.fromkeys(reports.unsettled, 1),
             settled=dict.fromkeys(reports.settled, 1),
+            reported={*reports.received, *reports.sent},
         )
 
     def take_stats(self) -> KVLeaseStats | None:
@@ -136,12 +137,13 @@ def compat_factors(
 
 
 def _page_layout(kv_cache: torch.Tensor, num_pages: int) -> str:
-    """How a page is laid out inside: its dimensions (the one that counts pages by its kernel blocks in a page) and, from
-    outermost to innermost in memory, their order.
+    """How a page is laid out inside: its dimensions (the one that counts pages by its kernel blocks in a page), and
+    their order in memory, outermost first.
     """
     pages_dim = next((at for at, size in enumerate(kv_cache.shape) if size % num_pages == 0), 0)
     sizes = [f"pages*{size // num_pages}" if at == pages_dim else str(size) for at, size in enumerate(kv_cache.shape)]
-    order = sorted(range(kv_cache.ndim), key=lambda at: -kv_cache.stride(at))
+    strides: tuple[int, ...] = tuple(kv_cache.stride())
+    order = sorted(range(kv_cache.ndim), key=lambda at: strides[at], reverse=True)
     return f"({', '.join(sizes)}) in order {order}"
 
 

@@ -18,9 +18,9 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from kvlease.core.ids import LeaseId, LeaseToken, ReaderId
-from kvlease.core.messages import MAX_REQUEST_BYTES, RENEW_LIST_MAX, Holding
+from kvlease.core.messages import RENEW_LIST_MAX, REQUEST_BYTES_MAX, Holding
 
-_LIST_BYTES: Final = MAX_REQUEST_BYTES * 3 // 8
+_LIST_BYTES: Final = REQUEST_BYTES_MAX * 3 // 8
 """What one of the two lists of a ``Renew`` may take."""
 
 _ITEM_BYTES: Final = 64

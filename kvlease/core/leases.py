@@ -102,7 +102,7 @@ class LeaseTable:
         ended, self._ended = self._ended, []
         return ended
 
-    # Events of the producer itself.
+    # Events of the producer itself
 
     def grant(self, grant: Grant, now: float) -> None:
         """Lend ``grant.blocks`` to whoever shows the token and the digest.
@@ -145,7 +145,7 @@ class LeaseTable:
         deadlines = (self._channel_alarms.next_at(), self._alarms.next_at(), self._tombstones.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
 
-    # Requests of the consumers.
+    # Requests of the consumers
 
     def handle(self, request: LeaseRequest, now: float) -> AnyReply:
         """Answer one request. The same request again gets an answer that says the same, and changes nothing more.
@@ -284,7 +284,7 @@ class LeaseTable:
             reader.listed = True
             self._hold(lease, reader_id, reader, channel_id, now)
 
-    # What the requests have in common.
+    # What the requests have in common
 
     def _find(self, request: Acquire | Commit | Release | Holding) -> Lease | Tombstone | GoneReason:
         """The lease that is meant, live or ended, if the token proves the claim."""

@@ -18,10 +18,10 @@ from kvlease.core.ids import INCARNATION_BYTES, TOKEN_BYTES
 PROTOCOL_VERSION = 1
 """Spoken by this code. Peers with another version refuse each other by name at ``Hello``."""
 
-MAX_REQUEST_BYTES = 1 << 20
+REQUEST_BYTES_MAX = 1 << 20
 """The largest request a producer accepts; larger frames are refused before they are parsed."""
 
-MAX_REPLY_BYTES = 64 << 20
+REPLY_BYTES_MAX = 64 << 20
 """The largest reply a consumer accepts (a ``Granted`` of a million scattered blocks is 12 MiB)."""
 
 RENEW_LIST_MAX = 2048
@@ -251,7 +251,7 @@ def decode_request(frame: bytes) -> AnyRequest:
     Raises:
         ProtocolError: ``oversized`` or ``malformed``. Nothing else, whatever the bytes are.
     """
-    return _decode(frame, _request_decoder, MAX_REQUEST_BYTES)
+    return _decode(frame, _request_decoder, REQUEST_BYTES_MAX)
 
 
 def decode_reply(frame: bytes) -> AnyReply:
@@ -260,7 +260,7 @@ def decode_reply(frame: bytes) -> AnyReply:
     Raises:
         ProtocolError: ``oversized`` or ``malformed``. Nothing else, whatever the bytes are.
     """
-    return _decode(frame, _reply_decoder, MAX_REPLY_BYTES)
+    return _decode(frame, _reply_decoder, REPLY_BYTES_MAX)
 
 
 def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_T], limit_bytes: int) -> _T:

@@ -25,6 +25,7 @@ from typing import Final
 from kvlease.core.calls import Calls, PendingCall, RequestFactory
 from kvlease.core.ids import PeerKey
 from kvlease.core.messages import AnyReply, AnyRequest, Ping, Refused, Welcome
+from kvlease.core.silence import Backoff, PeerTiming, Watch
 
 GREETING: Final = ("greeting",)
 """The name of the call that :meth:`Peer.greet` makes."""
@@ -66,16 +67,6 @@ _TRANSITIONS: Final[dict[PeerState, dict[_Turn, PeerState]]] = {
     PeerState.REFUSED: {_Turn.FORGIVE: PeerState.UNKNOWN, **_DEATH},
     PeerState.DEAD: {_Turn.BACK: PeerState.UNKNOWN},
 }
-
-
-@dataclass(frozen=True)
-class PeerTiming:
-    """How long silence may last, how often we ask, and for how long a dead peer is left alone (at first, at most)."""
-
-    peer_timeout_s: float
-    ping_interval_s: float
-    backoff_s: float = 0.5
-    backoff_max_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -122,64 +113,6 @@ def _ignore(peer: Peer) -> None:
     """Tell nobody."""
 
 
-class _Backoff:
-    """When a dead peer may be tried again."""
-
-    def __init__(self, timing: PeerTiming) -> None:
-        self._timing = timing
-        self._wait_s = timing.backoff_s
-        self.retry_at = 0.0
-
-    def start(self, now: float) -> None:
-        self._wait_s = self._timing.backoff_s
-        self.retry_at = now + self._wait_s
-
-    def double(self, now: float) -> None:
-        self._wait_s = min(2 * self._wait_s, self._timing.backoff_max_s)
-        self.retry_at = now + self._wait_s
-
-
-class _Watch:
-    """When a watched peer is asked, and when its silence has lasted too long.
-
-    Silence counts from the last word (or the first watcher), and only if the peer was asked a while ago: a thread that
-    was held up elsewhere, and asked nothing, takes nobody for dead.
-    """
-
-    def __init__(self, timing: PeerTiming) -> None:
-        self._timing = timing
-        self.watchers = 0
-        self.ping: Ping | None = None
-        self._quiet_since = 0.0
-        self._asked_at = 0.0
-        self.ping_at = 0.0
-
-    def open(self, now: float, heard_at: float | None) -> None:
-        self.watchers += 1
-        if self.watchers == 1:
-            self.ping = None
-            self._quiet_since = now
-            self.ping_at = now if heard_at is None else max(now, heard_at + self._timing.ping_interval_s)
-
-    def heard(self, now: float) -> None:
-        self.ping = None
-        self._quiet_since = now
-        self.ping_at = now + self._timing.ping_interval_s
-
-    def asked(self, ping: Ping, now: float) -> None:
-        if self.ping is None:
-            self._asked_at = now
-        self.ping = ping
-        self.ping_at = now + self._timing.ping_interval_s
-
-    def dead_at(self) -> float | None:
-        """When silence is death; None while the peer owes us no word."""
-        if self.ping is None:
-            return None
-        patience_s = self._timing.peer_timeout_s - self._timing.ping_interval_s
-        return max(self._quiet_since + self._timing.peer_timeout_s, self._asked_at + patience_s)
-
-
 class Peer:
     """See the module. Time is an argument; what is to be sent and what happened are taken from the outside.
 
@@ -196,8 +129,8 @@ class Peer:
         self._timing = timing
         self._changed = changed
         self._calls = Calls()
-        self._watch = _Watch(timing)
-        self._backoff = _Backoff(timing)
+        self._watch = Watch(timing)
+        self._backoff = Backoff(timing)
         self._events: list[Event] = []
         self._heard_at: float | None = None
         self._probe_seq: int | None = None
@@ -208,7 +141,7 @@ class Peer:
         return f"<Peer {self.key} {self.state.value} calls={len(self._calls)} watchers={self._watch.watchers}>"
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether calls are waiting or loads are open."""
         return len(self._calls) > 0 or self._watch.watchers > 0
 

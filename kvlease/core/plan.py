@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvlease.core.messages import BlockRuns
 
-MAX_PAGES = 1 << 31
+PAGES_MAX = 1 << 31
 """Indices are 32 bit in NIXL, so one side may have this many pages over all regions."""
 
 Ids = NDArray[np.int64]
@@ -149,8 +149,8 @@ def check_pair(local: Pages, remote: Pages) -> None:
             at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
             raise PlanError(f"region {at} has {name} {ours[at]} here and {theirs[at]} at the producer")
     for whose, pages in (("we have", local), ("the producer has", remote)):
-        if sum(pages.num_pages) >= MAX_PAGES:
-            raise PlanError(f"{whose} {sum(pages.num_pages)} pages; fewer than {MAX_PAGES} can be addressed")
+        if sum(pages.num_pages) >= PAGES_MAX:
+            raise PlanError(f"{whose} {sum(pages.num_pages)} pages; fewer than {PAGES_MAX} can be addressed")
 
 
 def load_bytes(local: Pages, block_sizes: Sequence[int], start_token: int, end_token: int) -> int:

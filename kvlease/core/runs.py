@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvlease.core.messages import BlockRuns
 
-MAX_BLOCKS: Final = 1 << 24
+BLOCKS_MAX: Final = 1 << 24
 """How many blocks one group of one request may have: what bounds the memory a peer's runs can ask for."""
 
 
@@ -27,7 +27,7 @@ def block_runs(block_ids: Sequence[int]) -> BlockRuns:
     return list(zip(ids[starts].tolist(), lengths.tolist(), strict=True))
 
 
-def expand_runs(runs: BlockRuns, max_blocks: int = MAX_BLOCKS) -> npt.NDArray[np.int64]:
+def expand_runs(runs: BlockRuns, max_blocks: int = BLOCKS_MAX) -> npt.NDArray[np.int64]:
     """The block ids that ``runs`` stand for, in order.
 
     Raises:

@@ -24,10 +24,11 @@ from typing import Final
 import zmq
 
 from kvlease.core.ids import PeerKey
-from kvlease.core.messages import MAX_REQUEST_BYTES, AnyReply, AnyRequest, ProtocolError, decode_reply, encode
-from kvlease.core.peers import Event, Peer, PeerBack, PeerDied, PeerForgotten, PeerTiming
+from kvlease.core.messages import REQUEST_BYTES_MAX, AnyReply, AnyRequest, ProtocolError, decode_reply, encode
+from kvlease.core.peers import Event, Peer, PeerBack, PeerDied, PeerForgotten
+from kvlease.core.silence import PeerTiming
 from kvlease.core.timers import Timers
-from kvlease.net.ratelimit import RateLimitedLog
+from kvlease.logs import RateLimitedLog
 from kvlease.net.resolve import Lookup, Resolver, is_host_name, look_up, numeric_host, zmq_address
 from kvlease.net.sockets import Sockets
 
@@ -53,7 +54,7 @@ class _Link:
 
     @property
     def is_idle(self) -> bool:
-        return not self.peer.busy and not self.peer.pinned
+        return not self.peer.is_busy and not self.peer.pinned
 
 
 class Channel:
@@ -279,7 +280,7 @@ class Channel:
             frame = encode(request)
         except (TypeError, ValueError, OverflowError):
             frame = b""
-        if not 0 < len(frame) <= MAX_REQUEST_BYTES:
+        if not 0 < len(frame) <= REQUEST_BYTES_MAX:
             self._counters["unsendable"] += 1
             peer.unsendable(request.seq)
         elif self._sockets.send(peer.key, frame):

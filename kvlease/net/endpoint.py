@@ -57,7 +57,7 @@ class Endpoint:
         self._timing = timing
 
     def __repr__(self) -> str:
-        return f"<Endpoint {self._address[0]}:{self.port} alive={self.alive} leases={self.num_live}>"
+        return f"<Endpoint {self._address[0]}:{self.port} alive={self.is_alive} leases={self.num_live}>"
 
     @property
     def port(self) -> int:
@@ -65,7 +65,7 @@ class Endpoint:
         return self._router.port if self._router else self._address[1]
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether consumers are answered."""
         return self._thread is not None and self._thread.is_alive() and not self._ledger.is_closing
 
@@ -131,7 +131,7 @@ class Endpoint:
         snapshot = self._ledger.snapshot
         born = snapshot.oldest_granted_at
         gauges = {
-            "alive": float(self.alive),
+            "alive": float(self.is_alive),
             "accepting": float(self._ledger.is_open),
             "oldest_lease_age_s": 0.0 if born is None else max(0.0, self._clock() - born),
         }

@@ -17,7 +17,7 @@ from typing import Final
 from kvlease.config import Settings
 from kvlease.core.digest import PromptIdentity
 from kvlease.core.ids import ChannelId, LeaseId, LeaseToken, LoadId, PeerKey
-from kvlease.core.peers import PeerTiming
+from kvlease.core.silence import PeerTiming
 from kvlease.net.channel import Channel
 from kvlease.net.claims import AcquireFailed, AcquireGranted, Claims, LeaseGone, Result
 
@@ -60,7 +60,7 @@ class Leaser:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
@@ -100,7 +100,7 @@ class Leaser:
             return
         self._closing.set()
         self._channel.wake()
-        if self.alive:
+        if self.is_alive:
             self._thread.join(_JOIN_S)
         else:
             self._say_goodbye()

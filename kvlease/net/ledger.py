@@ -82,7 +82,7 @@ class Ledger:
         self.snapshot = Snapshot()
         self._closed_because: str | None = "the endpoint has not been started"
 
-    # For the scheduler's thread (or any other).
+    # For the scheduler's thread (or any other)
 
     @property
     def num_live(self) -> int:
@@ -123,7 +123,7 @@ class Ledger:
                 del self._granted_at[one.lease]
         return ended
 
-    # For the endpoint's thread.
+    # For the endpoint's thread
 
     def open(self) -> None:
         """Accept grants from now on."""

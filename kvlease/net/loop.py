@@ -38,9 +38,9 @@ from kvlease.core.messages import (
     encode,
 )
 from kvlease.core.runs import block_runs
+from kvlease.logs import RateLimitedLog
 from kvlease.net.ledger import GrantItem, Ledger, RevokeAll, Snapshot, Watch
 from kvlease.net.lifeline import is_severed
-from kvlease.net.ratelimit import RateLimitedLog
 from kvlease.net.router import Router, peer_address
 
 BATCH_MESSAGES: Final = 256
@@ -134,7 +134,7 @@ class Loop:
             self._answer(frames)
         return False
 
-    # Messages.
+    # Messages
 
     def _answer(self, frames: list[Any]) -> None:
         now = self._clock()
@@ -172,7 +172,7 @@ class Loop:
             return b""
         return encode(Invalid(seq=seq, incarnation=self._table.incarnation, reason=reason, text=text))
 
-    # Orders.
+    # Orders
 
     def _obey_orders(self) -> None:
         while (order := self._ledger.next_order()) is not None:
@@ -197,7 +197,7 @@ class Loop:
             self._log("grant", self._clock(), "no lease for %s: revoked", item.lease, level=logging.ERROR, trace=True)
             self._ledger.report_revoked(item.lease)
 
-    # Endings.
+    # Endings
 
     def _publish(self) -> None:
         """Let other threads see what ended, and the numbers of this moment."""

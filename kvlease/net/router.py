@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import zmq
 
-from kvlease.core.messages import MAX_REQUEST_BYTES
+from kvlease.core.messages import REQUEST_BYTES_MAX
 from kvlease.net.resolve import look_up, numeric_host, zmq_address
 
 _HIGH_WATER: Final = 1024
@@ -36,7 +36,7 @@ class Router:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IPV6, int(":" in address)),
-            (zmq.MAXMSGSIZE, MAX_REQUEST_BYTES),
+            (zmq.MAXMSGSIZE, REQUEST_BYTES_MAX),
             (zmq.RCVHWM, _HIGH_WATER),
             (zmq.SNDHWM, _HIGH_WATER),
             (zmq.ROUTER_MANDATORY, 1),  # so that a reply that cannot be sent is counted, not lost in silence

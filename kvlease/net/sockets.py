@@ -16,7 +16,7 @@ from typing import Any, Final
 import zmq
 
 from kvlease.core.ids import PeerKey
-from kvlease.core.messages import MAX_REPLY_BYTES
+from kvlease.core.messages import REPLY_BYTES_MAX
 
 BATCH_MAX: Final = 64
 """How many frames one socket may deliver at a time, so that a flood from one peer delays nobody else."""
@@ -58,7 +58,7 @@ class Sockets:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
             dealer.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
-            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+            dealer.setsockopt(zmq.MAXMSGSIZE, REPLY_BYTES_MAX)
             dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
             dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
             dealer.setsockopt(zmq.IPV6, int("[" in address))

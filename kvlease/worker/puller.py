@@ -11,34 +11,31 @@ thread is never away from its peers for longer than one chunk takes to post.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvlease.config import Settings
-from kvlease.core.ids import LoadId, PeerKey
+from kvlease.core.ids import PeerKey
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState
 from kvlease.core.messages import AnyReply, Commit, Committed, Gone
 from kvlease.core.orders import LoadOrder, Orders
 from kvlease.core.peers import Answered, Event, PeerDied, PeerForgotten, PeerState, Unanswered
 from kvlease.core.plan import Limits, Pages, PlanError, load_bytes, plan
 from kvlease.worker.agent import Agent, AgentError
+from kvlease.worker.open_loads import OpenLoads
 from kvlease.worker.outbox import Outbox
 from kvlease.worker.pulls import Pull
 from kvlease.worker.sources import Identity, Link, Source, SourceError
-from kvlease.worker.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
 READS_MAX: Final = 16
-"""Chunks of all loads that may be posted at once."""
+"""Chunks of one producer's open loads that may be posted at once: a frozen producer takes no room from the others."""
 
 POST_BUDGET_S: Final = 0.004
 """A round of posting is cut short after this: where posting copies, peers want to be heard meanwhile."""
-
-SETTLE_S: Final = 0.1
-"""How long the report of an ended load waits for its last reads; later it is reported as unsettled."""
 
 _SWEEP_S: Final = 0.05
 
@@ -74,39 +71,37 @@ class Puller:
         clock: Callable[[], float],
     ) -> None:
         self._identity, self._settings, self._agent, self._link = identity, settings, agent, link
-        self._local, self._outbox, self._clock = local, outbox, clock
+        self._local, self._clock = local, clock
         self._limits = Limits(settings.chunk_bytes, settings.chunk_descriptors)
-        self._pulls: dict[LoadId, Pull] = {}  # not reported yet
-        self._ring: deque[Pull] = deque()  # of those, the ones that read
-        self._leftover: list[Pull] = []  # reported, with reads that have not ended
+        self._loads = OpenLoads(outbox)
         self._sources: dict[PeerKey, Source] = {}
         self._counts: Counter[str] = Counter()
-        self._sums: dict[str, float] = {"pull_seconds": 0.0, "commit_seconds": 0.0}
+        self._pull_seconds = 0.0
         self._sweep_at = 0.0
-        self._throttle = Throttle()
 
     def __repr__(self) -> str:
-        return f"<Puller loads={len(self._pulls)} reading={len(self._ring)} leftover={len(self._leftover)}>"
+        return f"<Puller {self._loads!r} sources={len(self._sources)}>"
 
     @property
     def is_idle(self) -> bool:
         """Whether no load is open and every read has ended."""
-        return not self._pulls and not self._leftover
+        return not self._loads and not self._loads.num_unsettled
 
     @property
     def is_settled(self) -> bool:
         """Whether every read has ended."""
-        return not self._leftover and not any(pull.posted for pull in self._pulls.values())
+        return self._loads.is_settled
 
     @property
     def is_reading(self) -> bool:
         """Whether a load of ours waits for NIXL, so that every microsecond of sleep is one of latency."""
-        return any(pull.posted for pull in self._ring)
+        return any(pull.posted for pull in self._loads.reading)
 
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to post right now."""
-        return any(pull.may_post for pull in self._ring)
+        posted = self._posted()
+        return any(pull.may_post and posted[pull.source] < READS_MAX for pull in self._loads.reading)
 
     def take(self, orders: Orders, now: float) -> None:
         """Begin loads and abort loads; one that fails to begin is reported and disturbs no other."""
@@ -114,30 +109,26 @@ class Puller:
             try:
                 self._begin(order, now)
             except Exception as error:
-                self._crashed(f"load {order.load}", error, now)
-                self._give_up(order.load, FailureCause.INTERNAL)
+                self._loads.crashed(f"load {order.load}", error, now)
+                self._loads.give_up(order.load, FailureCause.INTERNAL)
         for load in orders.aborts:
-            pull = self._pulls.get(load)
-            if pull is not None and not pull.state.is_terminal:
-                self._end(pull, LoadEvent.ABORT, FailureCause.ABORTED, "aborted", now)
+            self._loads.abort(load, now)
 
     def step(self, now: float) -> None:
         """Take what peers said, poll and post reads, and end what is over."""
         for key, event in self._link.take_events():
             self._hear(key, event, now)
-        for pull in [*self._ring]:
-            self._guard(pull, self._poll, now)
+        for pull in [*self._loads.reading]:
+            self._loads.guard(pull, self._poll, now)
         self._post_round(now)
         if now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S
             self._sweep(now)
-        self._finish_ended(now)
+        self._loads.finish_ended(self._poll, now)
 
     def stop(self, now: float) -> None:
         """Fail every open load; :meth:`step` until :attr:`is_settled` lets their reads end."""
-        for pull in list(self._pulls.values()):
-            if not pull.state.is_terminal:
-                self._end(pull, LoadEvent.FAIL, FailureCause.SHUTDOWN, "the engine shuts down", now)
+        self._loads.fail_all(FailureCause.SHUTDOWN, "the engine shuts down", now)
 
     def close(self) -> None:
         """Forget every producer that no busy read needs."""
@@ -150,33 +141,29 @@ class Puller:
         """Counters since the start, and gauges, by the names of the metrics."""
         peers = Counter(source.peer.state for source in self._sources.values())
         return {
+            **self._loads.counts,
             **self._counts,
-            **self._sums,
-            "loads_open": len(self._pulls),
-            "loads_unsettled": len(self._leftover),
+            "pull_seconds": self._pull_seconds,
+            "loads_open": len(self._loads),
+            "loads_unsettled": self._loads.num_unsettled,
             **{f"peers|{state.value}": peers[state] for state in PeerState},
         }
 
-    # Beginning.
+    # Beginning
 
     def _begin(self, order: LoadOrder, now: float) -> None:
-        if order.load in self._pulls:
+        if order.load in self._loads:
             logger.error("load %s was ordered again while it is open; ignored", order.load)
             return
         if order.doomed is not None or order.peer is None:
-            self._give_up(order.load, order.doomed or FailureCause.INTERNAL)
+            self._loads.give_up(order.load, order.doomed or FailureCause.INTERNAL)
             return
         source = self._source(order.peer, now)
         len_bytes = load_bytes(self._local.pages, self._local.block_sizes, order.start_token, order.end_token)
-        deadline = now + self._settings.load_deadline_s(len_bytes)
-        pull = self._pulls[order.load] = Pull(order, source, deadline, len_bytes)
-        source.enter(now)
-        self._guard(pull, self._approach, now)
-
-    def _give_up(self, load: LoadId, cause: FailureCause) -> None:
-        """Report a load that never began."""
-        self._count_failed(cause)
-        self._outbox.received(load, cause)
+        deadline = now + self._settings.load_budget_s(len_bytes)
+        pull = Pull(order, source, deadline, len_bytes)
+        self._loads.add(pull, now)
+        self._loads.guard(pull, self._approach, now)
 
     def _source(self, key: PeerKey, now: float) -> Source:
         source = self._sources.get(key)
@@ -193,7 +180,7 @@ class Puller:
             else:
                 pull.source.greet(now, self._settings.acquire_timeout_s)
         except SourceError as error:
-            self._fail(pull, error.cause, str(error), now)
+            self._loads.fail(pull, error.cause, str(error), now)
 
     def _start(self, pull: Pull, now: float) -> None:
         pull.source.repair()
@@ -216,31 +203,38 @@ class Puller:
             raise SourceError(FailureCause.PEER_CONFUSED, str(error)) from error
         pull.happen(LoadEvent.DISPATCH)
         pull.since = self._clock()
-        self._ring.append(pull)
+        self._loads.reading.append(pull)
         self._commit_if_read(pull, now)
 
-    # Reading.
+    # Reading
 
     def _post_round(self, now: float) -> None:
         until = self._clock() + POST_BUDGET_S
-        room = READS_MAX - sum(len(pull.posted) for pull in self._ring)
-        for _ in range(len(self._ring)):
-            if room <= 0 or not self._ring:
+        posted = self._posted()
+        for _ in range(len(self._loads.reading)):
+            if not self._loads.reading:
                 return
-            pull = self._ring[0]
-            self._ring.rotate(-1)
-            if pull.may_post:
-                room -= 1
-                self._guard(pull, self._post, now)
+            pull = self._loads.reading[0]
+            self._loads.reading.rotate(-1)
+            if pull.may_post and posted[pull.source] < READS_MAX:
+                posted[pull.source] += 1
+                self._loads.guard(pull, self._post, now)
                 if self._clock() >= until:
                     return
+
+    def _posted(self) -> Counter[Source]:
+        """How many chunks of each producer's open loads are posted."""
+        posted: Counter[Source] = Counter()
+        for pull in self._loads.reading:
+            posted[pull.source] += len(pull.posted)
+        return posted
 
     def _post(self, pull: Pull, now: float) -> None:
         try:
             chunk = pull.post(self._agent, self._local.prepared)
         except AgentError as error:
             pull.source.is_broken = True
-            self._fail(pull, FailureCause.TRANSFER, str(error), now)
+            self._loads.fail(pull, FailureCause.TRANSFER, str(error), now)
             return
         self._counts["pulls"] += 1
         self._counts["descriptors_pulled"] += len(chunk)
@@ -254,18 +248,17 @@ class Puller:
         if found.error is not None:
             pull.source.is_broken = True
             if not pull.state.is_terminal:
-                self._fail(pull, FailureCause.TRANSFER, found.error, now)
+                self._loads.fail(pull, FailureCause.TRANSFER, found.error, now)
         self._commit_if_read(pull, now)
 
-    # Committing.
+    # Committing
 
     def _commit_if_read(self, pull: Pull, now: float) -> None:
         if not pull.is_read:
             return
-        self._ring.remove(pull)
+        self._loads.reading.remove(pull)
         pull.happen(LoadEvent.READ)
-        read_at, pull.since = pull.since, self._clock()
-        self._sums["pull_seconds"] += pull.since - read_at
+        self._pull_seconds += self._clock() - pull.since
         order, identity = pull.order, self._identity
         pull.source.peer.call(
             pull,
@@ -285,25 +278,25 @@ class Puller:
     def _commit_answered(self, pull: Pull, reply: AnyReply, now: float) -> None:
         match reply:
             case Committed():
-                self._sums["commit_seconds"] += self._clock() - pull.since
-                self._counts["commits"] += 1
-                self._end(pull, LoadEvent.COMMIT, None, "", now)
+                self._loads.committed(pull, now)
             case Gone(why=why, age_s=age_s):
                 age = "" if age_s is None else f", {age_s:.1f} s ago"
-                self._fail(pull, FailureCause(f"gone_{why.value}"), f"the lease is gone: {why.value}{age}", now)
+                self._loads.fail(pull, FailureCause(f"gone_{why.value}"), f"the lease is gone: {why.value}{age}", now)
             case _:
-                self._fail(pull, FailureCause.PEER_CONFUSED, f"answered the commit with {type(reply).__name__}", now)
+                text = f"answered the commit with {type(reply).__name__}"
+                self._loads.fail(pull, FailureCause.PEER_CONFUSED, text, now)
 
-    # What peers say.
+    # What peers say
 
     def _hear(self, key: PeerKey, event: Event, now: float) -> None:
         match event:
             case Answered(call=Pull() as pull, reply=reply):
                 if pull.state is LoadState.COMMITTING:
-                    self._guard(pull, lambda pull, now: self._commit_answered(pull, reply, now), now)
+                    self._loads.guard(pull, lambda pull, now: self._commit_answered(pull, reply, now), now)
                 return
             case Unanswered(call=Pull() as pull, cause=cause):
-                self._fail(pull, _cause(cause, FailureCause.COMMIT_TIMEOUT), f"no answer to the commit: {cause}", now)
+                text = f"no answer to the commit: {cause}"
+                self._loads.fail(pull, _cause(cause, FailureCause.COMMIT_TIMEOUT), text, now)
                 return
         source = self._sources.get(key)
         if source is None:
@@ -317,8 +310,7 @@ class Puller:
                 self._fail_waiting(source, _cause(cause, FailureCause.HANDSHAKE_TIMEOUT), text, now)
             case PeerDied(cause=cause):
                 self._fail_all(source, _cause(cause, FailureCause.PEER_DEAD), f"the producer died: {cause}", now)
-            case PeerForgotten() if self._link.peer(key) is not source.peer:
-                self._fail_all(source, FailureCause.INTERNAL, "the producer was forgotten", now)
+            case PeerForgotten() if not source.open_loads:  # a load that has begun since then uses the peer again
                 self._drop(key, source)
 
     def _greeted(self, source: Source, reply: AnyReply, now: float) -> None:
@@ -328,91 +320,26 @@ class Puller:
             self._fail_waiting(source, error.cause, str(error), now)
             return
         except Exception as error:
-            self._crashed("the handshake", error, now)
+            self._loads.crashed("the handshake", error, now)
             self._fail_waiting(source, FailureCause.INTERNAL, repr(error), now)
             return
-        for pull in self._of(source):
+        for pull in self._loads.of(source):
             if pull.state is LoadState.GRANTED:
-                self._guard(pull, self._approach, now)
+                self._loads.guard(pull, self._approach, now)
 
     def _fail_waiting(self, source: Source, cause: FailureCause, text: str, now: float) -> None:
-        for pull in self._of(source):
+        for pull in self._loads.of(source):
             if pull.state is LoadState.GRANTED:
-                self._fail(pull, cause, text, now)
+                self._loads.fail(pull, cause, text, now)
 
     def _fail_all(self, source: Source, cause: FailureCause, text: str, now: float) -> None:
-        for pull in self._of(source):
-            self._fail(pull, cause, text, now)
+        for pull in self._loads.of(source):
+            self._loads.fail(pull, cause, text, now)
 
-    def _of(self, source: Source) -> list[Pull]:
-        return [pull for pull in self._pulls.values() if pull.source is source]
-
-    # Ending.
-
-    def _fail(self, pull: Pull, cause: FailureCause, text: str, now: float) -> None:
-        """Unless it is over already: the first cause stands."""
-        if pull.state.is_terminal:
-            return
-        if self._throttle.allow(now):
-            logger.warning(
-                "load %s of lease %s from %s failed while %s: %s (%s)",
-                pull.order.load,
-                pull.order.lease,
-                pull.source.peer.key,
-                pull.state.value,
-                cause.value,
-                text,
-            )
-        self._end(pull, LoadEvent.FAIL, cause, text, now)
-
-    def _end(self, pull: Pull, event: LoadEvent, cause: FailureCause | None, text: str, now: float) -> None:
-        """Make ``pull`` terminal. It is reported now or, with reads still busy, in :meth:`_finish_ended`."""
-        was = pull.state
-        pull.happen(event)
-        pull.cause = cause
-        pull.plan = None
-        if was is LoadState.PULLING:
-            self._ring.remove(pull)
-        if was is LoadState.COMMITTING:
-            pull.source.peer.cancel(pull)
-        pull.source.leave(now)
-        if cause is None:
-            self._counts["loads_done"] += 1
-        elif cause is FailureCause.ABORTED:
-            self._counts["loads_aborted"] += 1
-        else:
-            self._count_failed(cause)
-        pull.report_at = now + SETTLE_S
-        if not pull.posted:
-            self._report(pull)
-        logger.debug("%r: %s", pull, text or "committed")
-
-    def _count_failed(self, cause: FailureCause) -> None:
-        self._counts[f"loads_failed|{cause.value}"] += 1
-
-    def _report(self, pull: Pull) -> None:
-        del self._pulls[pull.order.load]
-        self._outbox.received(pull.order.load, pull.cause, unsettled=bool(pull.posted))
-        if pull.posted:
-            self._leftover.append(pull)
-
-    def _finish_ended(self, now: float) -> None:
-        """Report ended loads whose reads have ended, too, or have had their time; tell of those that ended later."""
-        for pull in [pull for pull in self._pulls.values() if pull.report_at is not None]:
-            self._guard(pull, self._poll, now)
-            if not pull.posted or (pull.report_at is not None and now >= pull.report_at):
-                self._report(pull)
-        for pull in self._leftover:
-            self._guard(pull, self._poll, now)
-            if not pull.posted:
-                self._outbox.settled(pull.order.load)
-        self._leftover = [pull for pull in self._leftover if pull.posted]
-
-    # Keeping house.
+    # Keeping house
 
     def _sweep(self, now: float) -> None:
-        for pull in [pull for pull in self._pulls.values() if now >= pull.deadline]:
-            self._fail(pull, FailureCause.LOAD_TIMEOUT, f"{pull!r} had its time", now)
+        self._loads.fail_late(now)
         for key, source in list(self._sources.items()):
             if source.is_stale(now):
                 self._drop(key, source)
@@ -422,19 +349,6 @@ class Puller:
         del self._sources[key]
         if not source.busy_reads:
             source.drop_remote()
-
-    def _guard(self, pull: Pull, act: Callable[[Pull, float], None], now: float) -> None:
-        """Whatever ``act`` raises is this load's failure, and no other's."""
-        try:
-            act(pull, now)
-        except Exception as error:
-            self._crashed(f"load {pull.order.load}", error, now)
-            self._fail(pull, FailureCause.INTERNAL, repr(error), now)
-
-    def _crashed(self, what: str, error: Exception, now: float) -> None:
-        self._counts["internal_errors"] += 1
-        if self._throttle.allow(now):
-            logger.error("%s: %r", what, error, exc_info=error)
 
 
 def _cause(text: str, otherwise: FailureCause) -> FailureCause:

@@ -20,12 +20,12 @@ from kvlease.config import Settings
 from kvlease.core.loads import FailureCause
 from kvlease.core.messages import RankInfo
 from kvlease.core.orders import Orders, Reports
+from kvlease.logs import RateLimitedLog
 from kvlease.worker.agent import Agent
 from kvlease.worker.outbox import Outbox
 from kvlease.worker.puller import Local, Puller
 from kvlease.worker.regions import Layout, pages_of, strided_rows, to_wire
 from kvlease.worker.sources import Identity, Link
-from kvlease.worker.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class TransferThread:
         self._link: Link | None = None
         self._agent: Agent | None = None
         self._puller: Puller | None = None
-        self._throttle = Throttle()
+        self._log = RateLimitedLog(logger)
         self._busy_since: float | None = None
         self._publish_at = 0.0
         self._thread = threading.Thread(target=self._run, name="kvlease-transfer", daemon=True)
@@ -129,7 +129,7 @@ class TransferThread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # In the thread.
+    # In the thread
 
     def _run(self) -> None:
         widen_cpus()
@@ -143,9 +143,9 @@ class TransferThread:
         while not self._stopping:
             try:
                 self._turn(puller)
-            except Exception:
-                if self._throttle.allow(time.monotonic()):
-                    logger.exception("the transfer thread goes on after this")
+            except Exception as error:
+                text = "the transfer thread goes on after this"
+                self._log("turn", time.monotonic(), text, level=logging.ERROR, trace=error)
                 time.sleep(_AFTER_ERROR_S)
         try:
             self._tear_down(puller)

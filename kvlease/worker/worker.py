@@ -9,7 +9,7 @@ from kvlease.config import Settings
 from kvlease.core.ids import EngineId, Rank
 from kvlease.core.messages import RankInfo
 from kvlease.core.orders import Orders, Reports
-from kvlease.core.peers import PeerTiming
+from kvlease.core.silence import PeerTiming
 from kvlease.net.channel import Channel
 from kvlease.worker.agent import Agent, NixlAgent
 from kvlease.worker.regions import Layout

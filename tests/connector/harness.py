@@ -73,6 +73,7 @@ class ScriptedWorker:
                 failed=dict(reports.failed),
                 unsettled=dict.fromkeys(reports.unsettled, 1),
                 settled=dict.fromkeys(reports.settled, 1),
+                reported={*reports.sent, *reports.received},
             ),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvlease.connector.metadata import KVLeaseWorkerReport
 from kvlease.core.loads import FailureCause
-from tests.connector.harness import BLOCK_SIZE, prompt
+from kvlease.core.runs import expand_runs
+from tests.connector.harness import BLOCK_SIZE, PATIENCE_S, prompt
 
 if TYPE_CHECKING:
     from tests.connector.harness import Site
@@ -216,6 +220,21 @@ def test_an_abort_while_the_claim_is_under_way(make_site: MakeSite) -> None:
     assert outcomes(consumer) == {"loads|aborted|": 1}
 
 
+def test_an_answer_to_an_aborted_request_is_none_to_the_next_one_of_its_id(make_site: MakeSite) -> None:
+    producer, consumer = make_site("kv_producer"), make_site("kv_consumer")
+    first, second = prompt(40, seed=1), prompt(40, seed=2)
+    handoffs = producer.prefill("p1", first), producer.prefill("p2", second)
+    consumer.submit("d", first, handoffs[0])
+    answered = time.monotonic() + PATIENCE_S
+    while "channel_events|received" not in getattr(consumer.connector.get_kv_connector_stats(), "data", {}):
+        assert time.monotonic() < answered
+    consumer.abort("d")
+    load(consumer, "d", second, handoffs[1])
+    order = consumer.worker.loads["d"]
+    assert order.lease == "p2"
+    assert [expand_runs(runs).tolist() for runs in order.remote_blocks] == handoffs[1]["remote_block_ids"]
+
+
 def test_an_abort_while_the_pull_is_running_keeps_the_blocks_until_the_workers_report(make_site: MakeSite) -> None:
     producer, consumer = make_site("kv_producer"), make_site("kv_consumer")
     tokens = prompt(40)
@@ -249,6 +268,17 @@ def test_late_and_repeated_reports_are_dropped_before_the_scheduler_sees_them(
     producer.worker.reports.sent.update({"p", "never"})  # `p` is still leased
     producer.step()
     consumer.until(lambda: "d" in consumer.finished)
+
+
+def test_reports_of_another_connector_are_left_alone(make_site: MakeSite) -> None:
+    both = make_site("kv_both")
+    output = KVConnectorOutput(finished_sending={"theirs", "ours"}, finished_recving={"theirs", "ours"})
+    output.kv_connector_worker_meta = KVLeaseWorkerReport().aggregate(KVLeaseWorkerReport(reported={"ours"}))
+    both.connector.update_connector_output(output)
+    assert (output.finished_sending, output.finished_recving) == ({"theirs"}, {"theirs"})
+    output.kv_connector_worker_meta = None
+    both.connector.update_connector_output(output)
+    assert (output.finished_sending, output.finished_recving) == ({"theirs"}, {"theirs"})
 
 
 def test_blocks_with_a_read_still_posted_are_held_back_after_the_report(make_site: MakeSite) -> None:
@@ -291,6 +321,27 @@ def test_quarantine_survives_the_recompute_of_its_request(make_site: MakeSite) -
     consumer.abort("next")
     consumer.worker.reports.settled.add("d")
     consumer.until(lambda: consumer.blocks_free == free)
+
+
+def test_a_second_load_of_the_same_request_id_is_quarantined_beside_the_first(make_site: MakeSite) -> None:
+    producer, consumer = make_site("kv_producer"), make_site("kv_consumer")
+    free = consumer.blocks_free
+    for turn in (1, 2):
+        tokens = prompt(40, seed=turn)
+        load(consumer, "d", tokens, producer.prefill(f"p{turn}", tokens))
+        consumer.abort("d")
+        consumer.worker.reports.received.add("d")
+        consumer.worker.reports.failed["d"] = FailureCause.ABORTED
+        consumer.worker.reports.unsettled.add("d")
+        consumer.step()
+        consumer.worker.loads.clear()
+        assert consumer.blocks_free == free - 3 * turn
+    consumer.worker.reports.settled.add("d")
+    consumer.step()
+    assert consumer.blocks_free == free - 6, "which of the two has ended cannot be told"
+    consumer.worker.reports.settled.add("d")
+    consumer.step()
+    assert consumer.blocks_free == free
 
 
 # Life cycle

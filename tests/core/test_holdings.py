@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvlease.core.holdings import Holdings, Renewal
 from kvlease.core.ids import LeaseId, LeaseToken, ReaderId
-from kvlease.core.messages import ID_CHARS_MAX, MAX_REQUEST_BYTES, RENEW_LIST_MAX, Renew, encode
+from kvlease.core.messages import ID_CHARS_MAX, RENEW_LIST_MAX, REQUEST_BYTES_MAX, Renew, encode
 
 TOKEN = LeaseToken(b"k" * 16)
 
@@ -190,13 +190,13 @@ def test_a_list_fits_into_one_message_even_with_the_longest_names() -> None:
         holdings.add(LeaseId(name), TOKEN, ReaderId(name))
     renewal = holdings.renewal()
     assert renewal.more
-    assert wire_bytes(renewal) < MAX_REQUEST_BYTES
+    assert wire_bytes(renewal) < REQUEST_BYTES_MAX
     holdings.renewed()
     for reader in list(holdings):
         holdings.remove(reader)
     renewal = holdings.renewal()
     assert renewal.removed
-    assert wire_bytes(renewal) < MAX_REQUEST_BYTES
+    assert wire_bytes(renewal) < REQUEST_BYTES_MAX
 
 
 def test_removals_come_in_parts_too_and_too_many_are_cheaper_as_a_full_list() -> None:

@@ -91,7 +91,7 @@ def test_a_flipped_byte_is_a_message_or_a_protocol_error(request: m.AnyRequest, 
 
 def test_a_frame_beyond_the_limit_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(m.ProtocolError, match="1048577 bytes") as caught:
-        m.decode_request(b"\0" * (m.MAX_REQUEST_BYTES + 1))
+        m.decode_request(b"\0" * (m.REQUEST_BYTES_MAX + 1))
     assert caught.value.reason == "oversized"
 
 
@@ -154,4 +154,4 @@ def test_fields_that_an_older_version_lacks_have_defaults() -> None:
 def test_a_grant_of_a_million_scattered_blocks_fits() -> None:
     blocks = [[(2 * i, 1) for i in range(1_000_000)]]
     granted = m.Granted(seq=1, incarnation=TO, ttl_s=1.0, num_tokens=1, blocks=blocks)
-    assert len(m.encode(granted)) < m.MAX_REPLY_BYTES // 4
+    assert len(m.encode(granted)) < m.REPLY_BYTES_MAX // 4

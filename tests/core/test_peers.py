@@ -20,7 +20,8 @@ from kvlease.core.messages import (
     Released,
     Welcome,
 )
-from kvlease.core.peers import GREETING, Answered, Event, Peer, PeerBack, PeerDied, PeerState, PeerTiming, Unanswered
+from kvlease.core.peers import GREETING, Answered, Event, Peer, PeerBack, PeerDied, PeerState, Unanswered
+from kvlease.core.silence import PeerTiming
 
 ME = Incarnation(b"p" * 16)
 OTHER = Incarnation(b"q" * 16)
@@ -103,7 +104,7 @@ def story() -> Story:
 
 def test_a_call_is_answered_once(story: Story) -> None:
     story.peer.call("a", ask, story.now, 2.0)
-    assert story.peer.busy
+    assert story.peer.is_busy
     assert story.peer.wants_to_send
     (request,) = story.peer.take_requests()
     assert not story.peer.wants_to_send
@@ -112,7 +113,7 @@ def test_a_call_is_answered_once(story: Story) -> None:
     assert story.hear(pong(seq)) is None
     assert story.events() == [Answered("a", pong(seq))]
     assert story.peer.rtt_s == pytest.approx(0.01)
-    assert not story.peer.busy
+    assert not story.peer.is_busy
     assert story.hear(pong(seq)) == "unknown_seq"
     assert story.events() == []
 
@@ -357,7 +358,7 @@ def test_the_last_one_to_leave_ends_the_watch(story: Story) -> None:
     story.peer.watch(story.now)
     story.peer.watch(story.now)
     story.peer.unwatch(story.now)
-    assert story.peer.busy
+    assert story.peer.is_busy
     story.peer.unwatch(story.now)
     assert story.peer.next_deadline() is None
     with pytest.raises(ValueError, match="not watched"):

@@ -80,7 +80,7 @@ def check_settled(producer: Engine, consumers: Iterable[Engine], prompts: Prompt
         assert engine.healthy(5.0), engine.process.log_tail()
         wait_until(lambda engine=engine: engine.kv_usage() == 0, f"{engine.name} gives its blocks back", within_s)
     for index, consumer in enumerate(consumers):
-        prompt = prompts.prompt_of(150, seed=77_000 + index).token_ids
+        prompt = prompts.prompt_of(60, seed=77_000 + index).token_ids
         before = outcomes(consumer)
-        assert hand_over(producer, consumer, prompt).token_ids == consumer.complete(prompt, 16).token_ids
+        assert hand_over(producer, consumer, prompt, 4).token_ids == consumer.complete(prompt, 4).token_ids
         assert new_outcomes(consumer, before) == {"done": 1}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from devtools.engines import Engine, completion_body, engine_set, wait_all_ready
+from devtools.engines import Engine, completion_body, engine_set
 from devtools.processes import free_port
 from devtools.prompts import PromptMaker
 from kvlease.core import messages
@@ -48,7 +48,7 @@ class Fleet:
         """A new life of the producer, at the same address."""
         self.producer.kill()
         self.producer = Engine(self.producer.spec, log_dir=self.log_dir, cores="0")
-        wait_all_ready([self.producer])
+        self.producer.wait_ready()
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_heartbeats_cut_while_the_consumer_is_full(fleet: Fleet, prompts: Prompt
         answer = ask(consumer, prompt, through(relay, handoff))
         for thread in busy:
             thread.join()
-        assert relay.seen[messages.Acquire] == 1
+        assert relay.seen[messages.Granted] >= 1
         assert relay.seen[messages.Renew] > 1
     answer.check(policy, expected)
     (outcome,) = new_outcomes(consumer, before)
@@ -209,8 +209,8 @@ def test_heartbeats_keep_a_lease_while_the_consumer_is_full_though_one_reply_is_
         answer = ask(consumer, prompt, through(relay, handoff))
         for thread in busy:
             thread.join()
-        assert relay.seen[messages.Renewed] > LEASE_S / 0.5
     assert (answer.status, answer.token_ids) == (200, expected)
+    assert relay.seen[messages.Renewed] > LEASE_S / 0.5
     assert new_outcomes(consumer, before) == {"done": 1}
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from kvlease.core.ids import EngineId, Incarnation, PeerKey
 from kvlease.core.messages import AnyRequest, Ping, Release
-from kvlease.core.peers import Answered, Event, PeerBack, PeerDied, PeerForgotten, PeerState, PeerTiming, Unanswered
+from kvlease.core.peers import Answered, Event, PeerBack, PeerDied, PeerForgotten, PeerState, Unanswered
+from kvlease.core.silence import PeerTiming
 from kvlease.net.channel import Channel, TooManyPeers
 from kvlease.net.sockets import BATCH_MAX
 from kvlease.testing import FakeClock
-from tests.net.router import Router, black_hole, drive, free_port
+from tests.net.router import Heard, Router, black_hole, drive, free_port
 
 TIMING = PeerTiming(peer_timeout_s=2.0, ping_interval_s=0.5)
 
@@ -26,22 +27,10 @@ def ask(seq: int, to: Incarnation) -> Ping:
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def channel(clock: FakeClock) -> Iterator[Channel]:
     channel = Channel(TIMING, clock)
     yield channel
     channel.close()
-
-
-@pytest.fixture
-def router() -> Iterator[Router]:
-    router = Router()
-    yield router
-    router.close()
 
 
 class Ears:
@@ -82,13 +71,19 @@ def heard(ears: Ears, router: Router, at_least: int = 1) -> None:
     drive(step, lambda: len(router.heard) >= at_least)
 
 
+def ask_and_hear(channel: Channel, ears: Ears, router: Router, clock: FakeClock, name: Hashable = "a") -> Heard:
+    """A call, as the producer hears it."""
+    call(channel, router.key, name, clock)
+    heard(ears, router)
+    (request,) = router.take()
+    return request
+
+
 # One peer
 
 
 def test_a_question_and_its_answer(channel: Channel, ears: Ears, router: Router, clock: FakeClock) -> None:
-    call(channel, router.key, "a", clock)
-    heard(ears, router)
-    (request,) = router.take()
+    request = ask_and_hear(channel, ears, router, clock)
     assert request.request.to == router.incarnation
     router.pong(request)
     ears.until(lambda: ears.ended("a"))
@@ -98,9 +93,7 @@ def test_a_question_and_its_answer(channel: Channel, ears: Ears, router: Router,
 
 
 def test_the_first_reply_is_lost(channel: Channel, ears: Ears, router: Router, clock: FakeClock) -> None:
-    call(channel, router.key, "a", clock)
-    heard(ears, router)
-    (lost,) = router.take()
+    lost = ask_and_hear(channel, ears, router, clock)
     clock.advance(0.2)
     heard(ears, router)
     (again,) = router.take()
@@ -112,9 +105,7 @@ def test_the_first_reply_is_lost(channel: Channel, ears: Ears, router: Router, c
 def test_a_late_second_reply_is_counted_and_changes_nothing(
     channel: Channel, ears: Ears, router: Router, clock: FakeClock
 ) -> None:
-    call(channel, router.key, "a", clock)
-    heard(ears, router)
-    (request,) = router.take()
+    request = ask_and_hear(channel, ears, router, clock)
     router.pong(request)
     router.pong(request)
     ears.until(lambda: channel.stats().get("unknown_seq") == 1)
@@ -122,9 +113,7 @@ def test_a_late_second_reply_is_counted_and_changes_nothing(
 
 
 def test_a_wrong_seq_answers_nobody(channel: Channel, ears: Ears, router: Router, clock: FakeClock) -> None:
-    call(channel, router.key, "a", clock)
-    heard(ears, router)
-    (request,) = router.take()
+    request = ask_and_hear(channel, ears, router, clock)
     router.pong(request, seq=4711)
     ears.until(lambda: channel.stats().get("unknown_seq") == 1)
     assert not ears.ended("a")
@@ -135,9 +124,7 @@ def test_a_wrong_seq_answers_nobody(channel: Channel, ears: Ears, router: Router
 def test_garbage_is_counted_by_reason_and_dropped(
     channel: Channel, ears: Ears, router: Router, clock: FakeClock
 ) -> None:
-    call(channel, router.key, "a", clock)
-    heard(ears, router)
-    (request,) = router.take()
+    request = ask_and_hear(channel, ears, router, clock)
     for frames in ([b""], [b"\xc1"], [b"\x00" * 100_000], [b"\x91" * 50_000], [b"a", b"b", b"c"], [b"", b""]):
         router.send(request, *frames)
     ears.until(lambda: channel.stats().get("malformed") == 6)
@@ -158,16 +145,12 @@ def test_another_incarnation_at_the_address(channel: Channel, ears: Ears, router
 
 
 def test_silence_then_a_fresh_connection(channel: Channel, ears: Ears, router: Router, clock: FakeClock) -> None:
-    call(channel, router.key, "a", clock)
-    heard(ears, router)
-    (before,) = router.take()
+    before = ask_and_hear(channel, ears, router, clock)
     clock.advance(2.0)
     ears.until(lambda: ears.ended("a"))
     assert ears.unanswered() == {"a": "timeout"}
     clock.advance(0.5)
-    call(channel, router.key, "b", clock)
-    heard(ears, router)
-    (after,) = router.take()
+    after = ask_and_hear(channel, ears, router, clock, "b")
     assert after.identity != before.identity
     router.pong(after)
     ears.until(lambda: ears.ended("b"))
@@ -322,9 +305,7 @@ def test_black_holes_do_not_delay_a_good_peer(router: Router) -> None:
 def test_a_flood_from_one_peer_comes_in_bounded_batches(
     channel: Channel, ears: Ears, router: Router, clock: FakeClock
 ) -> None:
-    call(channel, router.key, "a", clock)
-    heard(ears, router)
-    (request,) = router.take()
+    request = ask_and_hear(channel, ears, router, clock)
     for _ in range(3 * BATCH_MAX):
         router.pong(request, seq=999)
     most = 0

@@ -16,8 +16,8 @@ from kvlease.core.digest import prompt_digest
 from kvlease.core.ids import Incarnation, LeaseId, LeaseToken
 from kvlease.core.leases import LeaseTiming
 from kvlease.core.messages import (
-    MAX_REQUEST_BYTES,
     PROTOCOL_VERSION,
+    REQUEST_BYTES_MAX,
     Acquire,
     Commit,
     Committed,
@@ -278,7 +278,7 @@ def test_an_oversized_message_is_thrown_away_before_it_is_read(endpoint: Endpoin
     endpoint.grant(item())
     assert isinstance(client.ask(Ping), Pong)
     big = Client(endpoint.port)
-    big.send(b"x" * (MAX_REQUEST_BYTES + 1))
+    big.send(b"x" * (REQUEST_BYTES_MAX + 1))
     assert isinstance(client.acquire(), Granted)
     assert endpoint.stats().counters.keys().isdisjoint({"invalid_oversized", "invalid_malformed"})
     big.close()
@@ -320,7 +320,7 @@ def test_a_port_that_is_taken_is_named_with_the_setting_to_change(endpoint: Endp
     second = Endpoint(US, TIMING, "127.0.0.1", endpoint.port)
     with pytest.raises(EndpointError, match=f"127.0.0.1:{endpoint.port}: Address already in use.*'port'.*kv_port"):
         second.start()
-    assert not second.alive
+    assert not second.is_alive
     second.close()
 
 
@@ -352,7 +352,7 @@ def test_closing_ends_everything_as_revoked(endpoint: Endpoint, client: Client) 
     endpoint.grant(item("M"))
     endpoint.close()
     assert sorted(ended(endpoint)) == [("L", "revoked"), ("M", "revoked")]
-    assert not endpoint.alive
+    assert not endpoint.is_alive
     with pytest.raises(GrantRefusedError, match="closed"):
         endpoint.grant(item("N"))
     endpoint.close()
@@ -366,7 +366,7 @@ def test_an_endpoint_that_was_never_started_refuses_and_closes() -> None:
         endpoint.grant(item())
     lifeline = Lifeline()
     endpoint.watch([lifeline.address])
-    assert (endpoint.port, endpoint.alive, endpoint.num_live, endpoint.take_ended()) == (4711, False, 0, [])
+    assert (endpoint.port, endpoint.is_alive, endpoint.num_live, endpoint.take_ended()) == (4711, False, 0, [])
     assert endpoint.stats().gauges["alive"] == 0.0
     endpoint.close()
     assert lifeline.sever(PATIENCE_S)

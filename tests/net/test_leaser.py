@@ -45,22 +45,10 @@ R = TypeVar("R", bound=AnyRequest)
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def leaser(clock: FakeClock) -> Iterator[Leaser]:
     leaser = Leaser(CHANNEL, SETTINGS, clock=clock)
     yield leaser
     leaser.close()
-
-
-@pytest.fixture
-def router() -> Iterator[Router]:
-    router = Router()
-    yield router
-    router.close()
 
 
 class Story:
@@ -529,9 +517,9 @@ def test_a_producer_that_freezes_is_renewed_soon_after_it_is_back(story: Story) 
 
 
 class Table:
-    """A producer: the real lease table behind a ROUTER."""
+    """A producer: the real lease table behind the ROUTER of a story."""
 
-    def __init__(self, router: Router, clock: FakeClock) -> None:
+    def __init__(self, story: Story) -> None:
         timing = LeaseTiming(
             lease_duration_s=30.0,
             lease_extension_s=10.0,
@@ -540,8 +528,8 @@ class Table:
             tombstone_ttl_s=600.0,
             tombstone_max=100_000,
         )
-        self.table = LeaseTable(router.incarnation, timing)
-        self.router, self.clock = router, clock
+        self.table = LeaseTable(story.router.incarnation, timing)
+        self.story, self.router, self.clock = story, story.router, story.clock
 
     def grant(self, lease: str) -> None:
         digest = PROMPT.digest()
@@ -554,30 +542,29 @@ class Table:
             self.router.reply(heard, self.table.handle(request, self.clock()))  # type: ignore[arg-type]
         self.table.expire(self.clock())
 
+    def step(self) -> None:
+        self.story.step()
+        self.serve()
+
 
 def test_thousands_of_leases_live_through_a_minute_and_all_are_let_go(story: Story) -> None:
-    producer = Table(story.router, story.clock)
+    producer = Table(story)
     loads = [LoadId(f"r-{i}") for i in range(RENEW_LIST_MAX + 500)]
-
-    def step() -> None:
-        story.step()
-        producer.serve()
-
     for load in loads:
         producer.grant(f"lease-{load}")
         story.acquire(load, lease=f"lease-{load}")
-    drive(step, lambda: len(story.results) == len(loads))
+    drive(producer.step, lambda: len(story.results) == len(loads))
     assert all(isinstance(result, AcquireGranted) for result in story.results)
     story.results.clear()
     for _ in range(60):
         story.clock.advance(1.0)
         for _ in range(6):
-            step()
+            producer.step()
     assert len(producer.table) == len(loads)
     assert story.results == []
     for load in loads[::2]:
         story.leaser.release(load)
-    drive(step, lambda: len(producer.table) == len(loads) // 2)
+    drive(producer.step, lambda: len(producer.table) == len(loads) // 2)
     story.leaser.close()
     for _ in range(20):
         producer.serve()
@@ -588,16 +575,11 @@ def test_thousands_of_leases_live_through_a_minute_and_all_are_let_go(story: Sto
 
 
 def test_a_release_that_was_lost_is_mended_by_the_next_renewal(story: Story) -> None:
-    producer = Table(story.router, story.clock)
-
-    def step() -> None:
-        story.step()
-        producer.serve()
-
+    producer = Table(story)
     for name in ("a", "b"):
         producer.grant(name)
         story.acquire(name, lease=name)
-    drive(step, lambda: len(story.results) == 2)
+    drive(producer.step, lambda: len(story.results) == 2)
     story.leaser.release(LoadId("a"))
     story.until(lambda: bool(story.router.heard))
     story.router.heard.clear()  # lost, and so are its copies
@@ -616,18 +598,13 @@ def test_a_release_that_was_lost_is_mended_by_the_next_renewal(story: Story) -> 
 
 
 def test_expiry_at_the_producer_reaches_the_load(story: Story) -> None:
-    producer = Table(story.router, story.clock)
-
-    def step() -> None:
-        story.step()
-        producer.serve()
-
+    producer = Table(story)
     producer.grant("a")
     load = story.acquire("a", lease="a")
-    drive(step, lambda: len(story.results) == 1)
+    drive(producer.step, lambda: len(story.results) == 1)
     producer.table.revoke_all(story.clock())
     story.clock.advance(3.0)
-    drive(step, lambda: len(story.results) == 2)
+    drive(producer.step, lambda: len(story.results) == 2)
     assert story.results[1] == LeaseGone(load, GoneReason.REVOKED)
 
 
@@ -637,7 +614,7 @@ def test_expiry_at_the_producer_reaches_the_load(story: Story) -> None:
 def test_the_thread_answers_and_closing_releases_what_is_held(router: Router) -> None:
     leaser = Leaser(CHANNEL, SETTINGS)
     leaser.start()
-    assert leaser.alive
+    assert leaser.is_alive
     results: list[Result] = []
     load = LoadId("r-1")
     leaser.acquire(load, router.key, LeaseId("lease"), TOKEN, PROMPT)
@@ -660,7 +637,7 @@ def test_the_thread_answers_and_closing_releases_what_is_held(router: Router) ->
     assert isinstance(released.request, Release)
     router.reply(released, Released(seq=released.request.seq, incarnation=router.incarnation))
     closer.join()
-    assert not leaser.alive
+    assert not leaser.is_alive
     leaser.close()
     leaser.acquire(LoadId("late"), router.key, LeaseId("lease"), TOKEN, PROMPT)
     assert leaser.take_results() == []
@@ -672,7 +649,7 @@ def test_closing_does_not_wait_for_the_dead() -> None:
     key = PeerKey(EngineId("N"), Incarnation(b"n" * 16), "127.0.0.1", free_port())
     leaser.acquire(LoadId("r-1"), key, LeaseId("lease"), TOKEN, PROMPT)
     leaser.close()
-    assert not leaser.alive
+    assert not leaser.is_alive
 
 
 @dataclass(frozen=True)
@@ -694,6 +671,6 @@ def test_an_error_in_one_command_ends_neither_the_thread_nor_the_others(router: 
 
     drive(step, lambda: bool(router.heard))
     assert leaser.take_results() == [AcquireFailed(bad, FailureCause.INTERNAL)]
-    assert leaser.alive
+    assert leaser.is_alive
     assert leaser.stats()["channel_events|internal"] == 1
     leaser.close()

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from kvlease.core.ids import ChannelId, EngineId, Incarnation, LeaseId, LeaseTok
 from kvlease.core.leases import LeaseTiming
 from kvlease.core.messages import Acquire, AnyReply, Granted, RankInfo
 from kvlease.core.orders import LoadOrder, Orders, Reports
-from kvlease.core.peers import Answered, PeerTiming, Unanswered
+from kvlease.core.peers import Answered, Unanswered
+from kvlease.core.silence import PeerTiming
 from kvlease.net.channel import Channel
 from kvlease.net.endpoint import Endpoint, GrantItem
 from kvlease.worker.regions import LayerSpec, Layout, find_regions
@@ -202,8 +204,11 @@ class Consumer:
         self.reports.settled |= more.settled
 
 
+Make = Callable[..., tuple[Consumer, Producer]]
+
+
 @pytest.fixture
-def make() -> Iterator[Callable[..., tuple[Consumer, Producer]]]:
+def make() -> Iterator[Make]:
     """Makes a consumer and a producer whose caches have ``(layers, blocks, page_bytes)``."""
     parts: list[Consumer | Producer] = []
 
@@ -212,7 +217,7 @@ def make() -> Iterator[Callable[..., tuple[Consumer, Producer]]]:
         *,
         together: bool = False,
         extension_s: float = EXTENSION_S,
-        **extra: object,
+        **extra: Any,
     ) -> tuple[Consumer, Producer]:
         settings = Settings(num_threads=0, **extra)
         producer = Producer(settings, shape, 7, together, extension_s)

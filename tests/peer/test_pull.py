@@ -11,6 +11,8 @@ import pytest
 from kvlease.core.ids import LoadId
 from kvlease.core.loads import FailureCause
 
+from .conftest import Make
+
 pytestmark = pytest.mark.peer
 
 BIG = (2, 4096, 8192)
@@ -27,7 +29,7 @@ def scattered(count: int, of: int) -> dict[int, int]:
     [{i: i for i in range(1, 33)}, {i + 1: i + 30 for i in range(1, 33)}, scattered(40, 64), {5: 9}],
     ids=["same", "shifted", "scattered", "one"],
 )
-def test_what_was_reported_good_is_what_the_producer_has(make, blocks):
+def test_what_was_reported_good_is_what_the_producer_has(make: Make, blocks: dict[int, int]) -> None:
     consumer, producer = make(chunk_bytes=64 << 10)
     consumer.take(producer.order("load", blocks))
     consumer.wait_for("load")
@@ -37,7 +39,7 @@ def test_what_was_reported_good_is_what_the_producer_has(make, blocks):
     assert all(not cache[:, sorted(untouched)].any() for cache in consumer.caches.values())
 
 
-def test_many_loads_at_once(make):
+def test_many_loads_at_once(make: Make) -> None:
     consumer, producer = make(chunk_bytes=16 << 10)
     blocks = {f"load-{i}": {4 * i + j + 1: 60 - 4 * i - j for j in range(4)} for i in range(15)}
     consumer.take(*(producer.order(load, pairs) for load, pairs in blocks.items()))
@@ -46,7 +48,7 @@ def test_many_loads_at_once(make):
     assert all(consumer.holds(producer, pairs) for pairs in blocks.values())
 
 
-def test_a_lease_that_ended_before_the_commit_fails_the_load(make):
+def test_a_lease_that_ended_before_the_commit_fails_the_load(make: Make) -> None:
     consumer, producer = make(extension_s=0.2)
     order = producer.order("load", {1: 1})
     consumer.wait(lambda: bool(producer.endpoint.take_ended()))
@@ -55,7 +57,7 @@ def test_a_lease_that_ended_before_the_commit_fails_the_load(make):
     assert consumer.reports.failed == {"load": FailureCause.GONE_EXPIRED}
 
 
-def test_a_killed_producer_fails_its_loads_soon_and_frees_their_blocks(make):
+def test_a_killed_producer_fails_its_loads_soon_and_frees_their_blocks(make: Make) -> None:
     consumer, producer = make(BIG, chunk_bytes=1 << 20, together=True)
     blocks = scattered(4000, 4096)
     consumer.take(producer.order("load", blocks))
@@ -68,7 +70,7 @@ def test_a_killed_producer_fails_its_loads_soon_and_frees_their_blocks(make):
     consumer.wait(lambda: consumer.reports.unsettled == consumer.reports.settled)
 
 
-def test_a_killed_worker_with_a_living_endpoint_fails_its_loads(make):
+def test_a_killed_worker_with_a_living_endpoint_fails_its_loads(make: Make) -> None:
     consumer, producer = make()
     consumer.take(producer.order("first", {1: 1}))
     consumer.wait_for("first")
@@ -79,7 +81,7 @@ def test_a_killed_worker_with_a_living_endpoint_fails_its_loads(make):
     assert consumer.reports.failed == {"second": FailureCause.TRANSFER}
 
 
-def test_a_frozen_producer_fails_its_loads_in_time_and_serves_again_when_it_thaws(make):
+def test_a_frozen_producer_fails_its_loads_in_time_and_serves_again_when_it_thaws(make: Make) -> None:
     consumer, producer = make(together=True)
     consumer.take(producer.order("first", {1: 1}))
     consumer.wait_for("first")
@@ -107,7 +109,9 @@ def test_a_frozen_producer_fails_its_loads_in_time_and_serves_again_when_it_thaw
 
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-def test_reads_from_a_worker_frozen_before_they_connect_keep_their_blocks_in_quarantine_until_they_end(make, end):
+def test_reads_from_a_worker_frozen_before_they_connect_keep_their_blocks_in_quarantine_until_they_end(
+    make: Make, end: signal.Signals
+) -> None:
     consumer, producer = make()
     producer.signal_worker(signal.SIGSTOP)
     consumer.take(producer.order("load", {1: 1}))
@@ -121,7 +125,7 @@ def test_reads_from_a_worker_frozen_before_they_connect_keep_their_blocks_in_qua
     consumer.wait(lambda: consumer.reports.settled == {LoadId("load")})
 
 
-def test_an_abort_in_the_middle_of_a_large_load_stops_it(make):
+def test_an_abort_in_the_middle_of_a_large_load_stops_it(make: Make) -> None:
     consumer, producer = make(BIG, chunk_bytes=256 << 10)
     consumer.take(producer.order("load", scattered(4000, 4096)))
     consumer.wait(lambda: consumer.half.take_stats().get("bytes_pulled", 0) > 0)
@@ -135,7 +139,7 @@ def test_an_abort_in_the_middle_of_a_large_load_stops_it(make):
     assert consumer.holds(producer, {1: 1})
 
 
-def test_a_small_load_behind_a_large_one_is_not_delayed(make):
+def test_a_small_load_behind_a_large_one_is_not_delayed(make: Make) -> None:
     consumer, producer = make(BIG, chunk_bytes=256 << 10)
     consumer.take(producer.order("large", scattered(4000, 4096)), producer.order("small", {1: 1}))
     consumer.wait_for("small")
@@ -144,7 +148,7 @@ def test_a_small_load_behind_a_large_one_is_not_delayed(make):
     assert consumer.reports.failed == {}
 
 
-def test_shutdown_reports_what_is_open_as_failed(make):
+def test_shutdown_reports_what_is_open_as_failed(make: Make) -> None:
     consumer, producer = make(BIG, chunk_bytes=256 << 10)
     consumer.take(producer.order("load", scattered(4000, 4096)))
     consumer.wait(lambda: consumer.half.take_stats().get("bytes_pulled", 0) > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -23,12 +24,15 @@ from kvlease.core.messages import (
     Welcome,
 )
 from kvlease.core.orders import LoadOrder, Orders, Reports
-from kvlease.core.peers import Event, Peer, PeerTiming
+from kvlease.core.peers import Event, Peer, PeerForgotten
+from kvlease.core.silence import PeerTiming
 from kvlease.testing import FakeAgent, FakeClock, FakeFabric
 from kvlease.worker.outbox import Outbox
 from kvlease.worker.puller import Local, Puller
 from kvlease.worker.regions import MemoryRange, Region, pages_of, strided_rows, to_wire
 from kvlease.worker.sources import Identity
+
+R = TypeVar("R", bound=AnyRequest)
 
 PAGE = 64
 BLOCKS = 32
@@ -82,14 +86,14 @@ class Producer:
                 return Committed(seq=seq, incarnation=self.incarnation)
         raise AssertionError(request)
 
-    def heard_of(self, kind: type) -> list[AnyRequest]:
+    def heard_of(self, kind: type[R]) -> list[R]:
         return [request for request in self.heard if isinstance(request, kind)]
 
 
 class FakeLink:
     """A channel without sockets: real peers, and producers that answer within one poll."""
 
-    def __init__(self, clock: FakeClock, timing: PeerTiming) -> None:
+    def __init__(self, clock: Callable[[], float], timing: PeerTiming) -> None:
         self.clock, self.timing = clock, timing
         self.producers: dict[PeerKey, Producer] = {}
         self.peers: dict[PeerKey, Peer] = {}
@@ -97,7 +101,12 @@ class FakeLink:
         self.events: list[tuple[PeerKey, Event]] = []
 
     def peer(self, key: PeerKey) -> Peer:
-        return self.peers.setdefault(key, Peer(key, self.timing))
+        return self.peers.setdefault(key, Peer(key, self.timing, changed=self._adopt))
+
+    def let_go(self, key: PeerKey) -> None:
+        """As a channel does with a peer that is idle for long, or when it has too many."""
+        del self.peers[key]
+        self.events.append((key, PeerForgotten()))
 
     def forget(self, key: PeerKey) -> None:
         self.peers.pop(key, None)
@@ -122,6 +131,10 @@ class FakeLink:
 
     def close(self) -> None:
         self.peers.clear()
+
+    def _adopt(self, peer: Peer) -> None:
+        """A peer that was let go and is used again."""
+        self.peers.setdefault(peer.key, peer)
 
 
 @dataclass
@@ -155,9 +168,9 @@ class World:
         self.link.producers[producer.key] = producer
         return producer
 
-    def order(self, load: str, blocks: dict[int, int], producer: Producer | None = None, **changes) -> LoadOrder:
+    def order(self, load: str, blocks: dict[int, int], producer: Producer | None = None, **changes: Any) -> LoadOrder:
         """Read the producer's blocks (values) into ours (keys)."""
-        fields = {
+        fields: dict[str, Any] = {
             "load": LoadId(load),
             "lease": LeaseId(f"lease-of-{load}"),
             "token": LeaseToken(b"t" * 16),

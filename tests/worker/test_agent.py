@@ -69,10 +69,10 @@ def ended(read: object, here: Side, there: Side) -> ReadState:
 
 
 class TestEveryAgent:
-    def test_has_a_name_of_its_own(self, new_agent):
+    def test_has_a_name_of_its_own(self, new_agent) -> None:
         assert new_agent().name != new_agent().name
 
-    def test_reads_pages_by_index_across_regions(self, sides):
+    def test_reads_pages_by_index_across_regions(self, sides) -> None:
         here, there = sides
         peer = here.agent.add_peer(there.agent.metadata())
         local, remote = here.agent.prepare(None, here.rows, "DRAM"), here.agent.prepare(peer, there.rows, "DRAM")
@@ -82,7 +82,7 @@ class TestEveryAgent:
         assert here.page(5) == bytes(PAGE)
         here.agent.release(read)
 
-    def test_reads_itself(self, sides):
+    def test_reads_itself(self, sides) -> None:
         _, there = sides
         peer = there.agent.add_peer(there.agent.metadata())
         own, target = there.agent.prepare(peer, there.rows, "DRAM"), there.agent.prepare(None, there.rows, "DRAM")
@@ -91,19 +91,19 @@ class TestEveryAgent:
         assert ended(read, there, there) is ReadState.DONE
         assert there.page(1) == wanted
 
-    def test_knows_a_peer_by_its_name_and_may_add_it_twice(self, sides):
+    def test_knows_a_peer_by_its_name_and_may_add_it_twice(self, sides) -> None:
         here, there = sides
         assert here.agent.add_peer(there.agent.metadata()) == there.agent.name
         assert here.agent.add_peer(there.agent.metadata()) == there.agent.name
 
-    def test_refuses_what_is_no_metadata(self, sides):
+    def test_refuses_what_is_no_metadata(self, sides) -> None:
         here, there = sides
         whole = there.agent.metadata()
         for metadata in (b"", b"nonsense", whole[: len(whole) // 2]):
             with pytest.raises(AgentError):
                 here.agent.add_peer(metadata)
 
-    def test_refuses_pages_that_are_not_registered(self, sides):
+    def test_refuses_pages_that_are_not_registered(self, sides) -> None:
         here, there = sides
         peer = here.agent.add_peer(there.agent.metadata())
         base, size, device, stride, count = there.rows[0]
@@ -111,7 +111,7 @@ class TestEveryAgent:
             with pytest.raises(AgentError):
                 here.agent.prepare(peer, rows, "DRAM")
 
-    def test_refuses_pages_of_strangers_and_odd_memory(self, sides):
+    def test_refuses_pages_of_strangers_and_odd_memory(self, sides) -> None:
         here, there = sides
         with pytest.raises(AgentError):
             here.agent.prepare("nobody", there.rows, "DRAM")
@@ -119,14 +119,14 @@ class TestEveryAgent:
             here.agent.prepare(None, here.rows, "VRAM")
 
     @pytest.mark.parametrize("pages", [(ids(32), ids(0)), (ids(0), ids(32)), (ids(0), ids(-1)), (ids(0, 1), ids(0))])
-    def test_refuses_indices_that_do_not_fit(self, sides, pages):
+    def test_refuses_indices_that_do_not_fit(self, sides, pages) -> None:
         here, there = sides
         peer = here.agent.add_peer(there.agent.metadata())
         local, remote = here.agent.prepare(None, here.rows, "DRAM"), here.agent.prepare(peer, there.rows, "DRAM")
         with pytest.raises(AgentError):
             here.agent.post(local, pages[0], remote, pages[1])
 
-    def test_refuses_lists_of_a_peer_that_was_forgotten(self, sides):
+    def test_refuses_lists_of_a_peer_that_was_forgotten(self, sides) -> None:
         here, there = sides
         peer = here.agent.add_peer(there.agent.metadata())
         local, remote = here.agent.prepare(None, here.rows, "DRAM"), here.agent.prepare(peer, there.rows, "DRAM")
@@ -134,7 +134,7 @@ class TestEveryAgent:
         with pytest.raises(AgentError):
             here.agent.post(local, ids(0), remote, ids(0))
 
-    def test_reads_from_a_peer_that_was_forgotten_and_came_back(self, sides):
+    def test_reads_from_a_peer_that_was_forgotten_and_came_back(self, sides) -> None:
         here, there = sides
         local = here.agent.prepare(None, here.rows, "DRAM")
         for page in (1, 2):
@@ -149,7 +149,7 @@ class TestEveryAgent:
 
 
 @pytest.mark.peer
-def test_nixl_says_which_backends_it_lacks():
+def test_nixl_says_which_backends_it_lacks() -> None:
     with pytest.raises(AgentError, match="no backends \\['NOPE'\\]; it has"):
         NixlAgent(Settings(backends=["NOPE"]))
 
@@ -169,7 +169,7 @@ class TestTheFake:
 
         return post
 
-    def test_a_hanging_read_ends_when_told_to_and_only_then_brings_bytes(self, posted):
+    def test_a_hanging_read_ends_when_told_to_and_only_then_brings_bytes(self, posted) -> None:
         here, there, read = posted(Fate.HANG)
         assert [here.agent.state(read) for _ in range(9)] == [ReadState.BUSY] * 9
         assert here.page(0) == bytes(PAGE)
@@ -177,13 +177,13 @@ class TestTheFake:
         assert here.agent.state(read) is ReadState.DONE
         assert here.page(0) == there.page(0)
 
-    def test_a_hanging_read_may_end_in_an_error(self, posted):
+    def test_a_hanging_read_may_end_in_an_error(self, posted) -> None:
         here, _, read = posted(Fate.HANG)
         here.agent.fail()
         assert here.agent.state(read) is ReadState.ERROR
         assert here.agent.error(read)
 
-    def test_reads_may_fail_be_refused_or_get_lost(self, posted):
+    def test_reads_may_fail_be_refused_or_get_lost(self, posted) -> None:
         here, _, read = posted(Fate.ERROR)
         assert here.agent.state(read) is ReadState.ERROR
         with pytest.raises(AgentError):
@@ -192,7 +192,7 @@ class TestTheFake:
         with pytest.raises(AgentError):
             here.agent.state(read)
 
-    def test_releasing_or_closing_under_a_busy_read_is_a_mistake_of_ours(self, posted):
+    def test_releasing_or_closing_under_a_busy_read_is_a_mistake_of_ours(self, posted) -> None:
         here, _, read = posted(Fate.HANG)
         with pytest.raises(AssertionError, match="busy"):
             here.agent.release(read)

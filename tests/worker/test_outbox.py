@@ -4,12 +4,11 @@ from kvlease.core.ids import LeaseId, LoadId
 from kvlease.core.loads import FailureCause
 from kvlease.core.orders import Reports
 from kvlease.worker.outbox import Outbox
-from kvlease.worker.throttle import Throttle
 
 A, B = LoadId("a"), LoadId("b")
 
 
-def test_everything_is_taken_once():
+def test_everything_is_taken_once() -> None:
     outbox = Outbox()
     outbox.sent(LeaseId("lease"))
     outbox.received(A)
@@ -18,7 +17,7 @@ def test_everything_is_taken_once():
     assert outbox.take() == Reports()
 
 
-def test_a_load_may_settle_long_after_its_report():
+def test_a_load_may_settle_long_after_its_report() -> None:
     outbox = Outbox()
     outbox.received(A, FailureCause.PEER_DEAD, unsettled=True)
     assert outbox.take() == Reports(received={A}, failed={A: FailureCause.PEER_DEAD}, unsettled={A})
@@ -26,22 +25,17 @@ def test_a_load_may_settle_long_after_its_report():
     assert outbox.take() == Reports(settled={A})
 
 
-def test_a_load_that_settled_before_its_report_was_taken_was_never_unsettled():
+def test_a_load_that_settled_before_its_report_was_taken_was_never_unsettled() -> None:
     outbox = Outbox()
     outbox.received(A, FailureCause.PEER_DEAD, unsettled=True)
     outbox.settled(A)
     assert outbox.take() == Reports(received={A}, failed={A: FailureCause.PEER_DEAD})
 
 
-def test_numbers_are_those_last_published():
+def test_numbers_are_those_last_published() -> None:
     outbox = Outbox()
     assert outbox.stats() == {}
     outbox.publish({"pulls": 1.0})
     taken = outbox.stats()
     outbox.publish({"pulls": 2.0})
     assert (taken, outbox.stats()) == ({"pulls": 1.0}, {"pulls": 2.0})
-
-
-def test_a_throttle_lets_a_burst_through_in_each_window():
-    throttle = Throttle(burst=2, window_s=10)
-    assert [throttle.allow(now) for now in (0, 1, 2, 9, 10, 11, 12)] == [True, True, False, False, True, True, False]

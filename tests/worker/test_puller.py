@@ -25,8 +25,11 @@ from kvlease.core.messages import (
 from kvlease.core.orders import Reports
 from kvlease.core.peers import PeerState
 from kvlease.testing import Fate
-from kvlease.worker.puller import SETTLE_S
+from kvlease.worker.open_loads import SETTLE_S
+from kvlease.worker.puller import READS_MAX
 from kvlease.worker.sources import IDLE_OTHER_S, IDLE_READY_S
+
+from .conftest import World
 
 BLOCKS = {3: 20, 4: 21, 9: 5}
 
@@ -40,7 +43,7 @@ def done(*loads: str) -> Reports:
 
 
 class TestAGoodLoad:
-    def test_is_greeted_read_committed_and_reported_once(self, world):
+    def test_is_greeted_read_committed_and_reported_once(self, world: World) -> None:
         world.take(world.order("load", BLOCKS))
         world.step(20)
         assert world.reports() == done("load")
@@ -48,7 +51,7 @@ class TestAGoodLoad:
         assert world.reports() == Reports()
         assert world.puller.is_idle
 
-    def test_commits_after_its_last_byte_and_says_who_it_is(self, world):
+    def test_commits_after_its_last_byte_and_says_who_it_is(self, world: World) -> None:
         world.agent.polls = 3
         world.producer.say[Commit] = lambda request: (
             Committed(seq=request.seq, incarnation=world.producer.incarnation) if world.holds(BLOCKS) else None
@@ -59,7 +62,7 @@ class TestAGoodLoad:
         (commit,) = world.producer.heard_of(Commit)
         assert (commit.lease, commit.reader, commit.rank, commit.of_ranks) == ("lease-of-load", "channel/load", 0, 1)
 
-    def test_greets_a_producer_once_for_all_loads(self, world):
+    def test_greets_a_producer_once_for_all_loads(self, world: World) -> None:
         world.take(world.order("a", {1: 1}), world.order("b", {2: 2}))
         world.step(20)
         world.take(world.order("c", {3: 3}))
@@ -68,13 +71,13 @@ class TestAGoodLoad:
         (hello,) = world.producer.heard_of(Hello)
         assert (hello.fingerprint, hello.factors, hello.ranks) == ("print", {"kv": "bf16"}, [0])
 
-    def test_without_tokens_is_only_committed(self, world):
+    def test_without_tokens_is_only_committed(self, world: World) -> None:
         world.take(world.order("load", {}))
         world.step(3)
         assert world.reports() == done("load")
         assert world.agent.reads == []
 
-    def test_is_counted(self, world):
+    def test_is_counted(self, world: World) -> None:
         world.take(world.order("load", BLOCKS))
         world.step(20)
         stats = world.puller.stats()
@@ -84,54 +87,67 @@ class TestAGoodLoad:
         assert stats["pulls"] == 5
         assert stats["peers|ready"] == 1
 
-    def test_gives_every_read_back(self, world):
+    def test_gives_every_read_back(self, world: World) -> None:
         world.take(world.order("load", BLOCKS))
         world.step(20)
         assert all(read.released for read in world.agent.reads)
 
 
 class TestManyLoads:
-    def test_a_short_load_does_not_wait_behind_a_long_one(self, world):
+    def test_a_short_load_does_not_wait_behind_a_long_one(self, world: World) -> None:
         world.agent.polls = 1
         world.take(world.order("long", {i: i for i in range(30)}), world.order("short", {31: 31}))
         world.step(12)
         assert world.reports() == done("short")
 
-    def test_at_most_two_chunks_of_a_load_are_posted_at_once(self, world):
+    def test_at_most_two_chunks_of_a_load_are_posted_at_once(self, world: World) -> None:
         world.agent.script.extend([Fate.HANG] * 99)
         world.take(world.order("long", {i: i for i in range(30)}))
         world.step(9)
         assert len(world.agent.reads) == 2
 
-    def test_a_producer_that_hangs_delays_no_other(self, world):
+    def test_a_producer_that_hangs_delays_no_other(self, world: World) -> None:
         frozen = world.new_producer("frozen")
         frozen.is_silent = True
         world.take(world.order("stuck", {1: 1}, frozen), world.order("load", {2: 2}))
         world.step(9)
         assert world.reports() == done("load")
 
-    def test_the_same_load_twice_is_one_load(self, world):
+    def test_the_same_load_twice_is_one_load(self, world: World) -> None:
         world.take(world.order("load", {1: 1}), world.order("load", {1: 1}))
         world.step(9)
         assert world.reports() == done("load")
         assert world.reports() == Reports()
 
+    def test_of_a_frozen_producer_take_no_room_from_those_of_another(self, world):
+        world.agent.script.extend([Fate.HANG] * READS_MAX)
+        frozen = [f"frozen-{number}" for number in range(READS_MAX)]
+        world.take(*(world.order(name, {number: number, number + 16: 1}) for number, name in enumerate(frozen)))
+        world.step(20)
+        assert len(world.agent.reads) == READS_MAX
+        assert not world.puller.has_work, "nothing can be posted, so there is no reason to look again at once"
+        world.take(world.order("load", {31: 3}, world.new_producer("q")))
+        world.step(20)
+        assert world.reports() == done("load")
+
 
 class TestBeginning:
-    def test_a_doomed_load_fails_at_once_without_a_word_to_anybody(self, world):
+    def test_a_doomed_load_fails_at_once_without_a_word_to_anybody(self, world: World) -> None:
         world.take(world.order("load", {}, peer=None, doomed=FailureCause.NO_PROOF))
         assert world.reports() == failed(FailureCause.NO_PROOF)
         world.step(3)
         assert world.producer.heard == []
 
-    def test_an_unanswered_greeting_fails_its_loads_in_time(self, world):
+    def test_an_unanswered_greeting_fails_its_loads_in_time(self, world: World) -> None:
         world.producer.say[Hello] = lambda request: None
         world.producer.say[Ping] = lambda request: Pong(seq=request.seq, incarnation=world.producer.incarnation)
         world.take(world.order("load", {1: 1}))
         world.run_for(2.1)
         assert world.reports() == failed(FailureCause.HANDSHAKE_TIMEOUT)
 
-    def test_a_refusal_fails_its_loads_and_is_told_once_with_both_values(self, world, caplog):
+    def test_a_refusal_fails_its_loads_and_is_told_once_with_both_values(
+        self, world: World, caplog: pytest.LogCaptureFixture
+    ) -> None:
         differences = [Difference(name="kv_cache_dtype", ours="fp8", theirs="bf16")]
         world.producer.say[Hello] = lambda request: Refused(
             seq=request.seq, incarnation=world.producer.incarnation, why="other KV", differences=differences
@@ -146,7 +162,7 @@ class TestBeginning:
         (line,) = caplog.messages
         assert "kv_cache_dtype is 'fp8', ours is 'bf16'" in line
 
-    def test_another_protocol_version_is_incompatible(self, world):
+    def test_another_protocol_version_is_incompatible(self, world: World) -> None:
         world.producer.say[Hello] = lambda request: Welcome(
             seq=request.seq, incarnation=world.producer.incarnation, version=99, ranks=[world.producer.rank_info()]
         )
@@ -166,7 +182,7 @@ class TestBeginning:
             (lambda info: RankInfo(0, b"?", info.regions), FailureCause.TRANSFER),
         ],
     )
-    def test_pages_that_cannot_be_used_fail_the_load(self, world, info, cause):
+    def test_pages_that_cannot_be_used_fail_the_load(self, world: World, info, cause) -> None:
         ranks = [info(world.producer.rank_info())]
         world.producer.say[Hello] = lambda request: Welcome(
             seq=request.seq, incarnation=world.producer.incarnation, version=1, ranks=ranks
@@ -175,7 +191,7 @@ class TestBeginning:
         world.step(3)
         assert world.reports() == failed(cause)
 
-    def test_an_odd_answer_to_the_greeting_fails_the_load(self, world):
+    def test_an_odd_answer_to_the_greeting_fails_the_load(self, world: World) -> None:
         world.producer.say[Hello] = lambda request: Invalid(
             seq=request.seq, incarnation=world.producer.incarnation, reason="malformed", text="what?"
         )
@@ -183,19 +199,19 @@ class TestBeginning:
         world.step(2)
         assert world.reports() == failed(FailureCause.PEER_CONFUSED)
 
-    def test_blocks_that_the_producer_does_not_have_are_never_read(self, world):
+    def test_blocks_that_the_producer_does_not_have_are_never_read(self, world: World) -> None:
         world.take(world.order("load", {1: 32}))
         world.step(3)
         assert world.reports() == failed(FailureCause.PEER_CONFUSED)
         assert world.agent.reads == []
 
-    def test_another_incarnation_at_the_address_fails_the_load(self, world):
+    def test_another_incarnation_at_the_address_fails_the_load(self, world: World) -> None:
         world.producer.incarnation = Incarnation(b"another life....")
         world.take(world.order("load", {1: 1}))
         world.step(2)
         assert world.reports() == failed(FailureCause.PEER_RESTARTED)
 
-    def test_a_crash_of_ours_fails_that_load_only(self, world):
+    def test_a_crash_of_ours_fails_that_load_only(self, world: World) -> None:
         world.take(world.order("broken", {1: 1}, local_blocks=None), world.order("load", {2: 2}))
         world.step(9)
         reports = world.reports()
@@ -205,7 +221,7 @@ class TestBeginning:
 
 
 class TestReading:
-    def test_a_read_that_nixl_refuses_fails_the_load_and_the_next_load_works(self, world):
+    def test_a_read_that_nixl_refuses_fails_the_load_and_the_next_load_works(self, world: World) -> None:
         world.agent.script.append(Fate.REFUSED)
         world.take(world.order("load", BLOCKS))
         world.step(9)
@@ -215,14 +231,14 @@ class TestReading:
         assert world.reports() == done("next")
         assert world.holds(BLOCKS)
 
-    def test_a_read_that_fails_fails_the_load_with_nothing_unsettled(self, world):
+    def test_a_read_that_fails_fails_the_load_with_nothing_unsettled(self, world: World) -> None:
         world.agent.script.extend([Fate.DONE, Fate.ERROR])
         world.take(world.order("load", BLOCKS))
         world.step(9)
         assert world.reports() == failed(FailureCause.TRANSFER)
         assert world.producer.heard_of(Commit) == []
 
-    def test_a_load_that_takes_too_long_fails(self, world):
+    def test_a_load_that_takes_too_long_fails(self, world: World) -> None:
         world.agent.script.append(Fate.HANG)
         world.take(world.order("load", {1: 1}))
         world.run_for(119)
@@ -232,7 +248,7 @@ class TestReading:
         world.run_for(1.2)
         assert world.reports().received == {"load"}
 
-    def test_a_producer_that_falls_silent_fails_its_loads_within_the_timeout(self, world):
+    def test_a_producer_that_falls_silent_fails_its_loads_within_the_timeout(self, world: World) -> None:
         other = world.new_producer("other")
         world.agent.script.extend([Fate.HANG, Fate.HANG])
         world.take(world.order("a", {1: 1}), world.order("b", {2: 2}, other))
@@ -246,7 +262,7 @@ class TestReading:
         world.step(3)
         assert world.reports() == Reports(received={LoadId("b")}, settled={LoadId("a")})
 
-    def test_a_dead_producer_fails_new_loads_at_once_and_is_tried_again_later(self, world):
+    def test_a_dead_producer_fails_new_loads_at_once_and_is_tried_again_later(self, world: World) -> None:
         world.producer.is_silent = True
         world.take(world.order("a", {1: 1}))
         world.run_for(2.2)
@@ -265,7 +281,7 @@ class TestReading:
 
 class TestCommitting:
     @pytest.mark.parametrize("why", list(GoneReason))
-    def test_gone_fails_the_load_with_its_reason(self, world, why):
+    def test_gone_fails_the_load_with_its_reason(self, world: World, why) -> None:
         world.producer.say[Commit] = lambda request: Gone(
             seq=request.seq, incarnation=world.producer.incarnation, why=why, age_s=1.5
         )
@@ -273,7 +289,7 @@ class TestCommitting:
         world.step(9)
         assert world.reports() == failed(FailureCause(f"gone_{why.value}"))
 
-    def test_no_answer_fails_the_load_in_time(self, world):
+    def test_no_answer_fails_the_load_in_time(self, world: World) -> None:
         world.producer.say[Commit] = lambda request: None
         world.take(world.order("load", {1: 1}))
         world.step(9)
@@ -282,13 +298,13 @@ class TestCommitting:
         assert len({commit.seq for commit in world.producer.heard_of(Commit)}) == 1
         assert len(world.producer.heard_of(Commit)) > 2
 
-    def test_an_odd_answer_fails_the_load(self, world):
+    def test_an_odd_answer_fails_the_load(self, world: World) -> None:
         world.producer.say[Commit] = lambda request: Pong(seq=request.seq, incarnation=world.producer.incarnation)
         world.take(world.order("load", {1: 1}))
         world.step(9)
         assert world.reports() == failed(FailureCause.PEER_CONFUSED)
 
-    def test_a_producer_that_restarted_before_the_commit_fails_the_load(self, world):
+    def test_a_producer_that_restarted_before_the_commit_fails_the_load(self, world: World) -> None:
         def restart(request):
             world.producer.incarnation = Incarnation(b"another life....")
             return Committed(seq=request.seq, incarnation=world.producer.incarnation)
@@ -300,7 +316,7 @@ class TestCommitting:
 
 
 class TestKeepingHouse:
-    def test_a_source_nobody_needs_is_closed_and_can_come_back(self, world):
+    def test_a_source_nobody_needs_is_closed_and_can_come_back(self, world: World) -> None:
         world.take(world.order("load", {1: 1}))
         world.step(9)
         world.clock.advance(IDLE_READY_S + 1)
@@ -311,7 +327,7 @@ class TestKeepingHouse:
         world.step(9)
         assert world.reports() == done("load", "next")
 
-    def test_a_source_that_never_answered_is_forgotten_sooner_but_after_its_back_off(self, world):
+    def test_a_source_that_never_answered_is_forgotten_sooner_but_after_its_back_off(self, world: World) -> None:
         world.producer.is_silent = True
         world.take(world.order("load", {1: 1}))
         world.run_for(3)
@@ -320,7 +336,26 @@ class TestKeepingHouse:
         world.step()
         assert world.link.forgotten == [world.producer.key]
 
-    def test_a_watched_peer_is_no_longer_watched_when_its_loads_are_over(self, world):
+    def test_a_peer_that_the_channel_let_go_is_opened_again_only_for_the_next_load(self, world: World) -> None:
+        world.take(world.order("load", {1: 1}))
+        world.step(9)
+        world.link.let_go(world.producer.key)
+        world.step()
+        assert world.link.peers == {}
+        assert world.puller.stats()["peers|ready"] == 0
+        world.take(world.order("next", {1: 1}))
+        world.step(9)
+        assert world.reports() == done("load", "next")
+
+    def test_a_load_that_begins_as_its_peer_is_let_go_goes_on(self, world: World) -> None:
+        world.take(world.order("load", {1: 1}))
+        world.step(9)
+        world.link.let_go(world.producer.key)
+        world.take(world.order("next", {1: 1}))
+        world.step(9)
+        assert world.reports() == done("load", "next")
+
+    def test_a_watched_peer_is_no_longer_watched_when_its_loads_are_over(self, world: World) -> None:
         world.take(world.order("load", {1: 1}))
         world.step(9)
         before = len(world.producer.heard_of(Ping))
@@ -328,7 +363,7 @@ class TestKeepingHouse:
         assert len(world.producer.heard_of(Ping)) == before
         assert world.link.peer(world.producer.key).state is PeerState.READY
 
-    def test_shutdown_fails_what_is_open_and_lets_reads_end(self, world):
+    def test_shutdown_fails_what_is_open_and_lets_reads_end(self, world: World) -> None:
         world.agent.script.append(Fate.HANG)
         world.take(world.order("load", BLOCKS))
         world.step(3)
@@ -342,5 +377,5 @@ class TestKeepingHouse:
         world.agent.close()
 
 
-def test_the_settle_time_is_short_beside_a_step():
+def test_the_settle_time_is_short_beside_a_step() -> None:
     assert SETTLE_S <= 0.1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvlease.core.ids import LeaseId, LoadId
+from kvlease.core.ids import EngineId, LeaseId, Rank
 from kvlease.core.loads import FailureCause
 from kvlease.core.orders import Orders, Reports
-from kvlease.core.peers import PeerTiming
+from kvlease.core.silence import PeerTiming
 from kvlease.testing import FakeAgent, Fate
 from kvlease.worker.agent import AgentError
 from kvlease.worker.regions import Layout, MemoryRange
@@ -52,7 +53,7 @@ class Running:
         self.link = WaitingLink(world)
         ranges = [MemoryRange(self.memory.pages.ctypes.data, self.memory.pages.nbytes, 0)]
         self.thread = TransferThread(
-            identity=Identity("consumer", 0, 1, {}, ""),
+            identity=Identity(EngineId("consumer"), Rank(0), 1, {}, ""),
             settings=world.settings,
             layout=Layout(self.memory.regions, "DRAM", ranges),
             block_sizes=[BLOCK_SIZE],
@@ -61,49 +62,56 @@ class Running:
         )
         self.info = self.thread.start()
 
-    def wait_for(self, load: str) -> Reports:
-        until = time.monotonic() + 10
-        while LoadId(load) not in (reports := self.thread.take_reports()).received:
-            assert time.monotonic() < until
+    def until(self, done: Callable[[], bool]) -> None:
+        ends_at = time.monotonic() + 10
+        while not done():
+            assert time.monotonic() < ends_at
             time.sleep(0.001)
+
+    def wait_for(self, load: str) -> Reports:
+        reports = Reports()
+
+        def is_received() -> bool:
+            nonlocal reports
+            reports = self.thread.take_reports()
+            return load in reports.received
+
+        self.until(is_received)
         return reports
 
 
 @pytest.fixture
-def running(world):
+def running(world: World) -> Iterator[Running]:
     found = Running(world)
     yield found
     found.thread.shutdown()
 
 
-def test_it_says_what_peers_need_to_know(running):
+def test_it_says_what_peers_need_to_know(running: Running) -> None:
     assert running.info.agent_metadata == running.memory.agent.metadata()
     assert len(running.info.regions) == 3
     assert running.info.memory == "DRAM"
 
 
-def test_a_load_goes_in_and_its_report_comes_out(world, running):
+def test_a_load_goes_in_and_its_report_comes_out(world: World, running: Running) -> None:
     running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
     assert running.wait_for("load").failed == {}
     assert (running.memory.pages[:, 1] == world.producer.memory.pages[:, 5]).all()
     assert running.thread.stats()["loads_done"] == 1
 
 
-def test_ended_leases_come_back_once(running):
+def test_ended_leases_come_back_once(running: Running) -> None:
     running.thread.take_orders(Orders(ended=[LeaseId("a"), LeaseId("b")]))
     assert running.thread.take_reports().sent == {"a", "b"}
     assert running.thread.take_reports() == Reports()
 
 
-def test_the_agent_is_served_often_while_leases_are_out_and_seldom_otherwise(running):
+def test_the_agent_is_served_often_while_leases_are_out_and_seldom_otherwise(running: Running) -> None:
     def waits_of(leases_live: int) -> set[float]:
         running.thread.take_orders(Orders(leases_live=leases_live))
         running.link.wake()
         start = len(running.link.waits) + 2
-        until = time.monotonic() + 10
-        while len(running.link.waits) < start + 2:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        running.until(lambda: len(running.link.waits) >= start + 2)
         return set(running.link.waits[start:])
 
     assert waits_of(0) == {0.1}
@@ -111,7 +119,7 @@ def test_the_agent_is_served_often_while_leases_are_out_and_seldom_otherwise(run
     assert running.memory.agent.ticks > 0
 
 
-def test_it_goes_on_after_a_crash_of_its_own(world, running, caplog):
+def test_it_goes_on_after_a_crash_of_its_own(world: World, running: Running, caplog: pytest.LogCaptureFixture) -> None:
     running.link.crashes = 3
     running.link.wake()
     running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
@@ -119,7 +127,7 @@ def test_it_goes_on_after_a_crash_of_its_own(world, running, caplog):
     assert "goes on after" in caplog.text
 
 
-def test_it_may_run_wherever_its_process_may(running):
+def test_it_may_run_wherever_its_process_may(running: Running) -> None:
     del running
     seen: list[set[int]] = []
     allowed = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
@@ -135,12 +143,12 @@ def test_it_may_run_wherever_its_process_may(running):
     assert seen == [allowed]
 
 
-def test_what_nixl_says_at_the_start_is_raised_where_it_was_started(world):
+def test_what_nixl_says_at_the_start_is_raised_where_it_was_started(world: World) -> None:
     def refuse() -> FakeAgent:
         raise AgentError("no such device")
 
     thread = TransferThread(
-        identity=Identity("consumer", 0, 1, {}, ""),
+        identity=Identity(EngineId("consumer"), Rank(0), 1, {}, ""),
         settings=world.settings,
         layout=Layout([], "DRAM", []),
         block_sizes=[BLOCK_SIZE],
@@ -152,26 +160,20 @@ def test_what_nixl_says_at_the_start_is_raised_where_it_was_started(world):
     assert not thread.is_alive
 
 
-def test_shutdown_lets_a_read_end_before_memory_is_unregistered(world, running):
+def test_shutdown_lets_a_read_end_before_memory_is_unregistered(world: World, running: Running) -> None:
     running.memory.agent.script.append(Fate.HANG)
     running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
-    until = time.monotonic() + 10
-    while not running.memory.agent.reads:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    running.until(lambda: bool(running.memory.agent.reads))
     threading.Timer(0.05, running.memory.agent.finish).start()
     assert running.thread.shutdown()
     assert running.memory.agent.closed
     assert running.thread.take_reports().failed == {"load": FailureCause.SHUTDOWN}
 
 
-def test_shutdown_with_a_read_that_never_ends_leaves_memory_registered(world, running):
+def test_shutdown_with_a_read_that_never_ends_leaves_memory_registered(world: World, running: Running) -> None:
     running.memory.agent.script.append(Fate.HANG)
     running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
-    until = time.monotonic() + 10
-    while not running.memory.agent.reads:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    running.until(lambda: bool(running.memory.agent.reads))
     assert running.thread.shutdown()
     assert not running.memory.agent.closed
     reports = running.thread.take_reports()
@@ -179,7 +181,7 @@ def test_shutdown_with_a_read_that_never_ends_leaves_memory_registered(world, ru
     assert reports.unsettled == {"load"}
 
 
-def test_orders_after_shutdown_fail_at_once_and_shutdown_may_be_repeated(world, running):
+def test_orders_after_shutdown_fail_at_once_and_shutdown_may_be_repeated(world: World, running: Running) -> None:
     assert running.thread.shutdown()
     assert running.thread.shutdown()
     running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
