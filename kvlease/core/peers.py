@@ -9,10 +9,10 @@
        +--back-- DEAD <--die-- (any of the others)
 
 Greeting is for those who read pages; a scheduler half calls in UNKNOWN. A peer is dead when it was watched and stayed
-silent for ``peer_timeout_s`` although it was asked, when a call ran out and nothing at all was heard since it was first
-sent, when its address leads nowhere, or when another incarnation answers there. The last is for good: another life is
-another peer. Other deaths are a negative cache: calls fail at once until the back-off is over, then one is let through
-to find out. Any reply of the right incarnation brings the peer back.
+silent for ``peer_timeout_s`` although it was asked, when a call ran out, resends included, and nothing at all was heard
+since it was first sent, when its address leads nowhere, or when another incarnation answers there. The last is for
+good: another life is another peer. Other deaths are a negative cache: calls fail at once until the back-off is over,
+then one is let through to find out. Any reply of the right incarnation brings the peer back.
 """
 
 from __future__ import annotations
@@ -321,7 +321,10 @@ class Peer:
             return
         self._fail(pending, "timeout")
         silent = self._heard_at is None or self._heard_at <= pending.started_at
-        if silent and self._watch.watchers == 0 and self.state is not PeerState.DEAD:
+        # One message that was sent once may simply be lost; silence as long as a watched peer is allowed says more.
+        since = pending.started_at if self._heard_at is None else self._heard_at
+        tells = pending.resend_s is not None or now - since >= self._timing.peer_timeout_s
+        if silent and tells and self._watch.watchers == 0 and self.state is not PeerState.DEAD:
             self._die("timeout", "peer_dead", now)
 
     def _tick_watch(self, now: float) -> None:

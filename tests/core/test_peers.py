@@ -183,6 +183,18 @@ def test_a_call_that_runs_out_in_silence_kills_the_peer_and_every_call_with_it(s
     assert "dead" in repr(story.peer)
 
 
+def test_a_message_sent_once_that_is_lost_kills_nobody_until_the_silence_is_long(story: Story) -> None:
+    story.hear(pong(story.call("before")))
+    for _ in range(4):
+        story.peer.call("once", ask, story.now, 0.5, resend=False)
+        story.until(story.now + 0.5)
+    assert [event for event in story.events() if not isinstance(event, Answered)] == [
+        *[Unanswered("once", "timeout")] * 4,
+        PeerDied("timeout"),
+    ]
+    assert story.now == 102.0
+
+
 def test_calls_that_run_out_together_are_all_timeouts(story: Story) -> None:
     story.call("a")
     story.call("b")
