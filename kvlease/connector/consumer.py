@@ -167,6 +167,7 @@ class ConsumerHalf:
             if self._clock() < load.give_up_at:
                 return None, False
             load.fail(FailureCause.ACQUIRE_TIMEOUT)
+            self._log_failure(load)
             self._leaser.release(load.claim)
         load.start_token = num_computed_tokens
         if load.state is LoadState.FAILED:

@@ -172,7 +172,7 @@ class SchedulerHalf:
 
 
 def keep_sent(sent: set[str], ours: set[str], producer: ProducerHalf | None) -> None:
-    """Drop from ``sent`` (in place) what is ``ours`` and no ended lease on its way back: vLLM's scheduler asserts on it."""
+    """Drop from ``sent``, in place, what is ``ours`` and no ended lease on its way back: vLLM asserts on that."""
     stale = (sent & ours) - (producer.returning if producer else set())
     if stale:
         logger.error("dropped %d stale reports of sent requests: %s", len(stale), sorted(stale)[:8])

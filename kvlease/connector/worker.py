@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -26,6 +27,8 @@ from kvlease.worker.worker import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("kvlease.worker")
 
 _VOLATILE_MODEL_KEYS: Final = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache", "output_attentions"}
@@ -88,7 +91,7 @@ class WorkerFacade:
         )
 
     def take_report(self) -> KVLeaseWorkerReport | None:
-        """Causes, and blocks still being written to, that belong to the results just taken; None when they are empty."""
+        """What belongs beside the results just taken: causes, and blocks still being written to. None beside none."""
         reports, self._reports = self._reports, Reports()
         if not (reports.received or reports.sent or reports.settled):
             return None
@@ -106,7 +109,8 @@ class WorkerFacade:
     def shutdown(self) -> None:
         """First make the endpoint stop vouching for our pages, then unregister them."""
         if self._lifeline is not None:
-            self._lifeline.sever()
+            if not self._lifeline.sever():
+                logger.error("the endpoint did not let go of our pages in time; leases of this engine cannot be trusted")
             self._lifeline = None
         if self._half is not None:
             self._half.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,5 +23,9 @@ def prompts() -> PromptMaker:
 
 
 @pytest.fixture(scope="module")
-def log_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    return tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
+def log_dir(request: pytest.FixtureRequest) -> Path:
+    """Where the engines of a module write; emptied when it runs again, so that a failure can be looked into."""
+    folder = Path(__file__).parents[2] / ".cache" / "engine-tests" / request.module.__name__.rpartition(".")[2]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

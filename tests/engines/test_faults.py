@@ -180,11 +180,11 @@ def test_heartbeats_cut_while_the_consumer_is_full(fleet: Fleet, prompts: Prompt
     consumer = fleet.consumers[policy]
     prompt = prompts.prompt_of(300, seed=4).token_ids
     expected = consumer.complete(prompt, 8).token_ids
-    handoff = handoff_of(fleet.producer, prompt)
     before = outcomes(consumer)
+    busy = fill(consumer, prompts)
+    handoff = handoff_of(fleet.producer, prompt)
     with Relay(handoff["remote_host"], handoff["remote_port"]) as relay:
         relay.drops[messages.Renew] = 1_000_000
-        busy = fill(consumer, prompts)
         answer = ask(consumer, prompt, through(relay, handoff))
         for thread in busy:
             thread.join()
@@ -201,11 +201,11 @@ def test_heartbeats_keep_a_lease_while_the_consumer_is_full_though_one_reply_is_
     consumer = fleet.consumers["fail"]
     prompt = prompts.prompt_of(300, seed=5).token_ids
     expected = consumer.complete(prompt, 8).token_ids
-    handoff = handoff_of(fleet.producer, prompt)
     before = outcomes(consumer)
+    busy = fill(consumer, prompts)
+    handoff = handoff_of(fleet.producer, prompt)
     with Relay(handoff["remote_host"], handoff["remote_port"]) as relay:
         relay.drops[messages.Renewed] = 1
-        busy = fill(consumer, prompts)
         answer = ask(consumer, prompt, through(relay, handoff))
         for thread in busy:
             thread.join()
@@ -242,6 +242,7 @@ def test_lost_and_repeated_messages_change_nothing(fleet: Fleet, prompts: Prompt
 def test_a_producer_killed_before_a_pull_then_restarted_on_the_same_address(fleet: Fleet, prompts: PromptMaker) -> None:
     prompt = prompts.prompt_of(300, seed=6).token_ids
     expected = fleet.consumers["recompute"].complete(prompt, 8).token_ids
+    fleet.producer.complete(prompt, 1)  # from here on in its prefix cache, so that all leases are young
     handoffs = [handoff_of(fleet.producer, prompt) for _ in range(4)]
     fleet.producer.kill()
     before = {policy: outcomes(fleet.consumers[policy]) for policy in POLICIES}
@@ -271,6 +272,7 @@ def test_a_producer_killed_before_a_pull_then_restarted_on_the_same_address(flee
 def test_a_producer_killed_during_a_pull(fleet: Fleet, prompts: PromptMaker) -> None:
     prompt = prompts.prompt_of(2000, seed=7).token_ids
     expected = fleet.consumers["recompute"].complete(prompt, 8).token_ids
+    fleet.producer.complete(prompt, 1)  # from here on in its prefix cache, so that both leases are young
     handoffs = [handoff_of(fleet.producer, prompt) for _ in POLICIES]
     before = {policy: outcomes(fleet.consumers[policy]) for policy in POLICIES}
     killer = threading.Thread(target=fleet.producer.kill)
