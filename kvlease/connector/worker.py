@@ -110,7 +110,9 @@ class WorkerFacade:
         """First make the endpoint stop vouching for our pages, then unregister them."""
         if self._lifeline is not None:
             if not self._lifeline.sever():
-                logger.error("the endpoint did not let go of our pages in time; leases of this engine cannot be trusted")
+                logger.error(
+                    "the endpoint did not let go of our pages in time; leases of this engine cannot be trusted"
+                )
             self._lifeline = None
         if self._half is not None:
             self._half.shutdown()

@@ -277,12 +277,15 @@ def test_a_producer_killed_during_a_pull(fleet: Fleet, prompts: PromptMaker) -> 
     before = {policy: outcomes(fleet.consumers[policy]) for policy in POLICIES}
     killer = threading.Thread(target=fleet.producer.kill)
     with Relay(handoffs[0]["remote_host"], handoffs[0]["remote_port"]) as relay:
-        relay.drops[messages.Commit] = 1_000_000  # the reads are done or under way, and nothing is proven
-        relay.on[messages.Commit] = lambda _: None if killer.ident else killer.start()
+        relay.drops[messages.Commit] = 1_000_000  # whatever was read by then, nothing is proven
+        relay.on[messages.Welcome] = lambda _: None if killer.ident else killer.start()
         answers = ask_both(fleet, prompt, [through(relay, handoff) for handoff in handoffs])
     killer.join()
     for policy, answer in zip(POLICIES, answers, strict=True):
         answer.check(policy, expected)
         (outcome,) = new_outcomes(fleet.consumers[policy], before[policy])
-        assert outcome in {"failed/peer_dead", "failed/commit_timeout", "failed/transfer"}
+        assert outcome.removeprefix("failed/") in {
+            "peer_dead", "commit_timeout", "transfer",
+            "acquire_timeout", "handshake_timeout",  # one of the two was a step behind the other
+        }  # fmt: skip
     fleet.restart_producer()
