@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvlease.config import parse_settings
+from kvlease.connector.logs import join_vllm_logging
 from kvlease.connector.metadata import KVLeaseHandshake, KVLeaseMetadata, KVLeaseWorkerReport
 from kvlease.connector.scheduler import SchedulerHalf
 from kvlease.connector.stats import KVLeasePromMetrics, KVLeaseStats
@@ -42,6 +43,7 @@ class KVLeaseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_logging()
         settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
