@@ -33,15 +33,6 @@ def ensure_model(models_dir: Path = MODELS_DIR) -> Path:
     return _ensure(models_dir, MODEL_NAME, lambda scratch: _unpack(_find_gguf(), scratch))
 
 
-def ensure_tiny_model(models_dir: Path = MODELS_DIR) -> Path:
-    """The folder of a model of random weights with the same tokenizer: 4 layers, 8 heads, 8 KV heads of 32.
-
-    Its heads can be split between two tensor-parallel ranks, which those of the real one cannot.
-    """
-    tokenizer_dir = ensure_model(models_dir)
-    return _ensure(models_dir, "tiny-random", lambda scratch: _make_tiny(tokenizer_dir, scratch))
-
-
 def _ensure(models_dir: Path, name: str, build: Callable[[Path], None]) -> Path:
     """The folder `name`, built when it is not there yet.
 
@@ -93,32 +84,6 @@ def _unpack(gguf: Path, into: Path) -> None:
     vars(model).pop("hf_quantizer", None)
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(into)
-    tokenizer.save_pretrained(into)
-
-
-def _make_tiny(tokenizer_dir: Path, into: Path) -> None:
-    """Writes a random Llama and the tokenizer of `tokenizer_dir` into the folder `into`."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-
-    tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_dir))
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=32,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=8192,
-        initializer_range=0.2,  # wide, so that greedy outputs of random weights differ from prompt to prompt
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-    )
-    make: Callable[[LlamaConfig], PreTrainedModel] = LlamaForCausalLM
-    make(config).save_pretrained(into)
     tokenizer.save_pretrained(into)
 
 
