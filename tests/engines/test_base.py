@@ -147,6 +147,14 @@ FIELDS = [
 ]  # fmt: skip
 
 
+NEEDED = set(FIELDS[:5]) | {"kvlease.token", "kvlease.incarnation", "kvlease.v"}
+"""Those without which there is no handoff: none of the junk above may stand in them."""
+
+
+def refused_input(engine: Engine) -> dict[str, float]:
+    return engine.metrics().by_label("vllm:kvlease_refused_input_total", "reason")
+
+
 def spoil(handoff: dict[str, Any], field: str, junk: Any) -> dict[str, Any]:
     """A copy of ``handoff`` with ``field`` absent (``...``) or replaced."""
     spoilt: dict[str, Any] = json.loads(json.dumps(handoff))
@@ -166,13 +174,15 @@ def test_every_field_absent_null_of_the_wrong_type_and_huge(
     prompt = prompts.prompt_of(140, seed=51).token_ids
     expected = consumer.complete(prompt, 4).token_ids
     handoff = handoff_of(producer, prompt)
-    before = outcomes(consumer)
+    before, refused_before = outcomes(consumer), refused_input(consumer)
     spoilt = [spoil(handoff, field, junk) for junk in [..., *JUNK]]
     answers = together([
         lambda params=params: consumer.complete(prompt, 4, kv_transfer_params=params) for params in spoilt
     ])  # fmt: skip
     assert [answer.token_ids for answer in answers] == [expected] * len(spoilt)
     assert sum(new_outcomes(consumer, before).values()) == len(spoilt)
+    if field in NEEDED:
+        assert refused_input(consumer).get(field, 0) - refused_before.get(field, 0) == len(spoilt)
     assert consumer.complete(prompt, 4, kv_transfer_params=handoff_of(producer, prompt)).token_ids == expected
 
 
