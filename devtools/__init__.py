@@ -1,4 +1,4 @@
-"""What the demo, the engine tests and the bench share; not part of the installed package.
+"""What the demo and the engine tests share; not part of the installed package.
 
 - `devtools.model`: a small real model with no model hub;
 - `devtools.prompts`: deterministic prompts of an exact number of tokens;

@@ -1,4 +1,4 @@
-"""Real vLLM engines for the demo, the engine tests and the bench.
+"""Real vLLM engines for the demo and the engine tests.
 
 An `Engine` is a `python -m vllm.entrypoints.openai.api_server` with flags and environment that suit a small machine
 without GPU. `engine_set` starts some of them together, holds the machine's engine lock meanwhile, and leaves nothing
@@ -100,7 +100,9 @@ class Engine:
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", SERVED_NAME]
-        command += ["--model", str(self.spec.model or ensure_model()), "--dtype", "bfloat16", "--enforce-eager"]
+        command += ["--model", str(self.spec.model or ensure_model()), "--enforce-eager"]
+        if "--dtype" not in self.spec.flags:
+            command += ["--dtype", "bfloat16"]
         command += ["--max-model-len", "8192", "--disable-access-log-for-endpoints", "/health,/metrics"]
         if self.spec.kv_transfer is not None:
             command += ["--kv-transfer-config", json.dumps(dict(self.spec.kv_transfer))]

@@ -6,8 +6,9 @@ allowed, because a knob that is silently ignored is found in production.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -31,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``kv_port`` + data-parallel index. Port 0 takes any free port (the handoff names the real one).
     """
 
-    host: str | None = None
+    host: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     lease_duration_s: Seconds = 30.0
     lease_extension_s: Seconds = 10.0
@@ -68,17 +69,29 @@ def parse_settings(extra: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range, or values that contradict each other.
     """
-    unknown = sorted(set(extra) - set(Settings.__struct_fields__))
-    if unknown:
+    for name in sorted(set(extra) - set(Settings.__struct_fields__)):
+        near = difflib.get_close_matches(name, Settings.__struct_fields__, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"kv_connector_extra_config has unknown keys {unknown}; kvlease knows {sorted(Settings.__struct_fields__)}"
+            f"kv_connector_extra_config has the unknown key {name!r}; {hint}"
+            f"kvlease knows {', '.join(sorted(Settings.__struct_fields__))}"
         )
     try:
         settings = msgspec.convert(dict(extra), Settings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config {dict(extra)!r}: {error}") from error
+        raise ConfigError(_readable(str(error), extra)) from error
     _check_intervals(settings)
     return settings
+
+
+def _readable(error: str, extra: Mapping[str, Any]) -> str:
+    """A msgspec error (it ends in ``at `$.field```) with the value seen and, where they are few, those allowed."""
+    what, _, path = error.rpartition(" - at ")
+    name = path.strip("`").removeprefix("$.").partition("[")[0]
+    allowed = get_args(get_type_hints(Settings).get(name))
+    words = [repr(value) for value in allowed if isinstance(value, str)]
+    may_be = f"; it may be {', '.join(words)}" if words else ""
+    return f"kv_connector_extra_config: {name} is {extra.get(name)!r}: {what or error}{may_be}"
 
 
 def _check_intervals(settings: Settings) -> None:

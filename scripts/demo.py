@@ -151,9 +151,9 @@ def requests_of_the_demo(prompts: PromptMaker) -> list[Ask]:
     asks = [
         completion("completion, under a block", 48),
         completion("completion, exactly a block", 128),
-        completion("completion", 300),
-        completion("completion", 700),
-        completion("completion", 1400),
+        completion("completion, a few blocks", 300),
+        completion("completion, more blocks", 700),
+        completion("completion, many blocks", 1400),
         completion("completion, long", 2100),
         Ask("chat, streamed", PULLED),
     ]
@@ -228,7 +228,7 @@ def table_of(rows: list[Row]) -> Table:
     )
     table = Table(title="kvlease demo", caption=caption)
     for name in ("request", "prompt tokens", "MB pulled", "handover ms", "outcome", "identical to one engine?"):
-        table.add_column(name, justify="left" if name in ("request", "outcome") else "right")
+        table.add_column(name, justify="left" if name in ("request", "outcome") else "right", overflow="fold")
     for row in rows:
         outcome = f"{row.outcome} ({row.detail})" if row.detail else row.outcome
         if row.outcome != row.ask.expected:

@@ -60,3 +60,13 @@ def test_a_load_may_take_longer_the_more_it_moves() -> None:
     settings = parse_settings({"load_timeout_s": 100, "load_timeout_s_per_gib": 10})
     assert settings.load_budget_s(0) == 100
     assert settings.load_budget_s(3 << 30) == 130
+
+
+def test_a_misspelt_knob_is_answered_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"'lease_duration'; did you mean 'lease_duration_s'\?"):
+        parse_settings({"lease_duration": 3})
+
+
+def test_a_word_that_is_none_of_few_is_answered_with_those() -> None:
+    with pytest.raises(ConfigError, match=r"progress_thread is 'yes'.*'auto', 'on', 'off'"):
+        parse_settings({"progress_thread": "yes"})

@@ -2,5 +2,5 @@
 
 Nothing in here opens a socket, starts a thread, reads a clock or imports torch, vLLM or NIXL. What a class wants done
 (a message sent, a read started) it returns as data, and the shells in ``kvlease.net``, ``kvlease.connector`` and
-``kvlease.worker`` do it. So one and the same code serves production, the simulator and the exhaustive checker.
+``kvlease.worker`` do it. So the same code can be run against any network and any clock, also one that a test makes up.
 """

@@ -34,6 +34,13 @@ from kvlease.net.sockets import Sockets
 
 logger = logging.getLogger(__name__)
 
+_DEATHS: Final = {
+    "silent": "it is silent although it was asked",
+    "timeout": "nothing there answers",
+    "unreachable": "its address leads nowhere",
+    "peer_restarted": "another incarnation answers at its address",
+}
+
 _FDS_PER_PEER: Final = 4
 """File descriptors that one peer may take, with room left for everybody else in the process."""
 
@@ -210,9 +217,9 @@ class Channel:
         for event in peer.take_events():
             if isinstance(event, PeerDied):
                 self._sockets.shut(key)
-                self._log("dead", now, "%s is dead: %s", key, event.cause)
+                self._log("dead", now, "producer %s is taken for dead: %s", key, _DEATHS.get(event.cause, event.cause))
             elif isinstance(event, PeerBack):
-                self._log("back", now, "%s is back", key, level=logging.INFO)
+                self._log("back", now, "producer %s is back", key, level=logging.INFO)
             self._events.append((key, event))
         if peer.wants_to_send:
             if key not in self._sockets:

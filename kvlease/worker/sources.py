@@ -227,7 +227,7 @@ class Source:
             if difference.name not in self._told:
                 self._told.add(difference.name)
                 logger.error(
-                    "%s refuses us: its %s is %r, ours is %r",
+                    "producer %s refuses us: its %s is %r, ours is %r",
                     self.peer.key,
                     difference.name,
                     difference.ours,

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvlease.connector.connector import KVLeaseConnector
 from kvlease.connector.stats import METRICS, KVLeasePromMetrics, KVLeaseStats, StatsDelta
+from tests.test_docs import first_cells
 
 
 def test_counters_come_as_what_was_added_and_gauges_as_they_are() -> None:
@@ -72,3 +73,8 @@ def test_odd_batches_are_skipped(junk: dict[str, Any]) -> None:
 
 def test_no_batch_is_an_empty_batch() -> None:
     assert KVLeaseConnector.build_kv_connector_stats(None).is_empty()
+
+
+def test_every_metric_is_explained() -> None:
+    documented = {name.partition("{")[0].removesuffix("_total") for name in first_cells("docs/metrics.md")}
+    assert METRICS.keys() <= documented
