@@ -92,7 +92,9 @@ class Engine:
         self.process = Child(
             spec.name, self._command(), log_file=log_dir / f"{spec.name}-{self.port}.log", env=self._env(cores)
         )
-        self.http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+        # No connection is kept: an idle one may be closed by the server just when the next request is sent on it.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=limits)
 
     def __repr__(self) -> str:
         return f"<Engine {self.name} {self.url} {self.process!r}>"

@@ -158,6 +158,7 @@ class Site:
         while not done():
             assert time.monotonic() < give_up, "the awaited state was not reached"
             self.step()
+            time.sleep(0.001)  # as long as an engine's step at least; the connector's threads share this interpreter
 
     def prefill(self, name: str, tokens: Sequence[int], **more: Any) -> dict[str, Any]:
         """Serve one producer request and return its handoff."""
@@ -213,7 +214,7 @@ def _engine_config(model: Path, role: str, policy: str, knobs: dict[str, Any], e
             kv_connector_module_path="kvlease.connector",
             kv_role=role,
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"host": "127.0.0.1", "port": 0, **knobs},
+            kv_connector_extra_config={"host": "127.0.0.1", "port": 0, "acquire_timeout_s": PATIENCE_S / 2, **knobs},
         ),
     }
     return EngineArgs(**{**arguments, **engine}).create_engine_config()

@@ -258,7 +258,7 @@ def test_a_producer_killed_before_a_pull_then_restarted_on_the_same_address(flee
 
 
 def test_a_producer_killed_during_a_pull(fleet: Fleet, prompts: PromptMaker) -> None:
-    prompt = prompts.prompt_of(2000, seed=7).token_ids
+    prompt = prompts.prompt_of(1500, seed=7).token_ids
     expected = fleet.consumers["recompute"].complete(prompt, 8).token_ids
     fleet.producer.complete(prompt, 1)  # from here on in its prefix cache, so that both leases are young
     handoffs = [handoff_of(fleet.producer, prompt) for _ in POLICIES]
