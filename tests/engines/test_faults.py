@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from devtools.engines import Engine, completion_body, engine_set
+from devtools.engines import Engine, completion_body, core_shares, engine_set
 from devtools.processes import free_port
 from devtools.prompts import PromptMaker
 from kvlease.core import messages
@@ -47,16 +47,21 @@ class Fleet:
     def restart_producer(self) -> None:
         """A new life of the producer, at the same address."""
         self.producer.kill()
-        self.producer = Engine(self.producer.spec, log_dir=self.log_dir, cores="0")
+        self.producer = Engine(self.producer.spec, log_dir=self.log_dir, cores="")
         self.producer.wait_ready()
 
 
 @pytest.fixture(scope="module")
 def fleet(log_dir: Path) -> Iterator[Fleet]:
     consumer_flags = [NO_PREFIX_CACHE, "--max-num-seqs", "2"]
+    # The producer's worker spins while leases are out: it gets cores of its own. The consumers are busy one at a time.
+    its_cores, their_cores = core_shares(2)
     specs = [
-        spec("producer", "kv_producer", port=free_port(), **LEASES),
-        *(spec(policy, "kv_consumer", consumer_flags, policy=policy, **LEASES) for policy in POLICIES),
+        replace(spec("producer", "kv_producer", port=free_port(), **LEASES), cores=its_cores),
+        *(
+            replace(spec(policy, "kv_consumer", consumer_flags, policy=policy, **LEASES), cores=their_cores)
+            for policy in POLICIES
+        ),
     ]
     with engine_set(specs, log_dir) as engines:
         made = Fleet(engines[0], dict(zip(POLICIES, engines[1:], strict=True)), log_dir)
