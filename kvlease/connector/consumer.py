@@ -15,23 +15,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
-
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request, RequestStatus
+from typing import TYPE_CHECKING, Any
 
 from kvlease.config import Settings
-from kvlease.connector.metadata import KVLeaseWorkerReport, reported_by_us
-from kvlease.connector.requests import prompt_identity
-from kvlease.connector.stats import metric_key
+from kvlease.connector.metrics import metric_key
+from kvlease.connector.reports import WorkerReport, reported_by_us
+from kvlease.connector.requests import has_failed, prompt_identity
 from kvlease.core.handoff import Handoff, HandoffError, parse_handoff, wants_load
 from kvlease.core.ids import ChannelId, Incarnation, LeaseId, LeaseToken, LoadId, ReaderId, reader_id
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState, next_state
 from kvlease.core.messages import Granted
 from kvlease.core.orders import LoadOrder
 from kvlease.net.leaser import AcquireFailed, AcquireGranted, LeaseGone, Leaser
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 logger = logging.getLogger("kvlease.consumer")
 
@@ -205,7 +206,7 @@ class ConsumerHalf:
         if load.state is not LoadState.PULLING:
             self._drop_unread(load, outcome="aborted")
             return
-        if request.status is not RequestStatus.FINISHED_ERROR:
+        if not has_failed(request):
             self._aborts.append(load.id)
         self._leaser.release(load.claim)
 
@@ -219,7 +220,7 @@ class ConsumerHalf:
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers reported: hold back blocks that may still be written to, drop stale ids, settle the loads."""
         report = output.kv_connector_worker_meta
-        if isinstance(report, KVLeaseWorkerReport):
+        if isinstance(report, WorkerReport):
             for load_id, cause in report.failed.items():
                 if (load := self._loads.get(load_id)) is not None:
                     load.cause = load.cause or cause
@@ -231,9 +232,9 @@ class ConsumerHalf:
             if stale:
                 logger.error("dropped %d stale reports of received requests: %s", len(stale), sorted(stale)[:8])
                 received -= stale
-            for load_id in received & self._loads.keys():
+            for load_id in sorted(received & self._loads.keys()):
                 self._settle(self._loads.pop(LoadId(load_id)), failed=load_id in output.failed_recving)
-        if isinstance(report, KVLeaseWorkerReport):
+        if isinstance(report, WorkerReport):
             for load_id, ranks in report.settled.items():
                 self._let_go(load_id, ranks)
 

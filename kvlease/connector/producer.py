@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Sequence, Set
-from typing import Any
-
-from vllm.v1.request import Request, RequestStatus
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 from kvlease.config import Settings
-from kvlease.connector.requests import prompt_identity
-from kvlease.connector.stats import metric_key
+from kvlease.connector.metrics import metric_key
+from kvlease.connector.requests import is_served, prompt_identity
 from kvlease.core.handoff import Handoff, emit_handoff, wants_lease
 from kvlease.core.ids import TOKEN_BYTES, EngineId, Incarnation, LeaseId, LeaseToken
+from kvlease.core.leases import LeaseTiming
 from kvlease.net.endpoint import Endpoint, GrantItem, GrantRefusedError
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 logger = logging.getLogger("kvlease.producer")
 
 _NAMES = {"granted": "grants", "acquired": "acquires", "renewed": "renewals", "committed": "commits"}
 _ENDS = ("expired", "revoked")
-_GRANTABLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class ProducerHalf:
-    """What one producer engine's scheduler thread does about leases."""
+    """What one producer engine's scheduler thread does about leases. ``random_bytes`` mints the tokens."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class ProducerHalf:
         host: str,
         tp_size: int,
         block_sizes: Sequence[int],
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._settings = settings
         self._endpoint = endpoint
@@ -48,6 +50,7 @@ class ProducerHalf:
         self._host = host
         self._tp_size = tp_size
         self._block_sizes = block_sizes
+        self._random_bytes = random_bytes
         self._returning: set[LeaseId] = set()
 
     def grant(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
@@ -56,7 +59,7 @@ class ProducerHalf:
         Only what is certainly computed is leased: with asynchronous scheduling vLLM counts tokens of steps still in
         flight, one too many when the first token ends the request.
         """
-        if not wants_lease(request.kv_transfer_params) or request.status not in _GRANTABLE:
+        if not wants_lease(request.kv_transfer_params) or not is_served(request):
             return None
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         num_tokens = min(request.num_prompt_tokens, computed)
@@ -74,7 +77,7 @@ class ProducerHalf:
             engine_id=self._engine_id,
             incarnation=self._incarnation,
             lease=LeaseId(request.request_id),
-            token=LeaseToken(secrets.token_bytes(TOKEN_BYTES)),
+            token=LeaseToken(self._random_bytes(TOKEN_BYTES)),
             host=self._host,
             port=self._endpoint.port,
             num_tokens=num_tokens,
@@ -145,6 +148,18 @@ class ProducerHalf:
     def close(self) -> None:
         """End every lease and stop answering."""
         self._endpoint.close()
+
+
+def lease_timing(settings: Settings) -> LeaseTiming:
+    """The lease table's share of the settings."""
+    return LeaseTiming(
+        lease_duration_s=settings.lease_duration_s,
+        lease_extension_s=settings.lease_extension_s,
+        max_lease_lifetime_s=settings.max_lease_lifetime_s,
+        sibling_grace_s=settings.sibling_grace_s,
+        tombstone_ttl_s=settings.tombstone_ttl_s,
+        tombstone_max=settings.tombstone_max,
+    )
 
 
 def _sample_name(counter: str) -> str:

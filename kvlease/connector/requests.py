@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from vllm.v1.request import Request
+from typing import TYPE_CHECKING, Final
 
 from kvlease.core.digest import PromptIdentity
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_SERVED: Final = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+def is_served(request: Request) -> bool:
+    """Whether the request ended well, so that its KV can be handed over."""
+    return request.status.name in _SERVED
+
+
+def has_failed(request: Request) -> bool:
+    """Whether vLLM itself ended the request, because its load failed under the policy ``fail``."""
+    name: str = request.status.name
+    return name == "FINISHED_ERROR"
 
 
 def prompt_identity(request: Request, num_tokens: int) -> PromptIdentity | None:

@@ -18,12 +18,12 @@ from vllm.v1.request import Request
 
 from kvlease.config import ConfigError, Settings
 from kvlease.connector.consumer import ConsumerHalf
-from kvlease.connector.metadata import KVLeaseHandshake, reported_by_us
-from kvlease.connector.producer import ProducerHalf
+from kvlease.connector.metadata import KVLeaseHandshake
+from kvlease.connector.producer import ProducerHalf, lease_timing
+from kvlease.connector.reports import keep_sent, reported_by_us
 from kvlease.connector.stats import KVLeaseStats, StatsDelta
 from kvlease.core.compat import fingerprint
 from kvlease.core.ids import INCARNATION_BYTES, ChannelId, EngineId, Incarnation
-from kvlease.core.leases import LeaseTiming
 from kvlease.core.orders import Orders
 from kvlease.net.endpoint import Endpoint
 from kvlease.net.leaser import Leaser
@@ -169,28 +169,6 @@ class SchedulerHalf:
         self._consumer.close()
         if self._producer is not None:
             self._producer.close()
-
-
-def keep_sent(sent: set[str], ours: set[str], producer: ProducerHalf | None) -> None:
-    """Drop from ``sent``, in place, what is ``ours`` and no ended lease on its way back: vLLM asserts on that."""
-    stale = (sent & ours) - (producer.returning if producer else set())
-    if stale:
-        logger.error("dropped %d stale reports of sent requests: %s", len(stale), sorted(stale)[:8])
-        sent -= stale
-    if producer is not None:
-        producer.have_returned(sent)
-
-
-def lease_timing(settings: Settings) -> LeaseTiming:
-    """The lease table's share of the settings."""
-    return LeaseTiming(
-        lease_duration_s=settings.lease_duration_s,
-        lease_extension_s=settings.lease_extension_s,
-        max_lease_lifetime_s=settings.max_lease_lifetime_s,
-        sibling_grace_s=settings.sibling_grace_s,
-        tombstone_ttl_s=settings.tombstone_ttl_s,
-        tombstone_max=settings.tombstone_max,
-    )
 
 
 def _advertised(settings: Settings, kv_port: int, parallel: Any) -> tuple[str, int]:

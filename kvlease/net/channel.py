@@ -80,6 +80,7 @@ class Channel:
         idle_s: float = 300.0,
         max_peers: int = 4096,
         lookup: Lookup = look_up,
+        make_sockets: Callable[[int], Sockets] = Sockets,
     ) -> None:
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.max_peers = max(1, min(max_peers, soft_limit // _FDS_PER_PEER))
@@ -93,7 +94,7 @@ class Channel:
         self._timers: Timers[PeerKey] = Timers()
         self._events: list[tuple[PeerKey, Event]] = []
         self._counters: Counter[str] = Counter()
-        self._sockets = Sockets(self.max_peers)
+        self._sockets = make_sockets(self.max_peers)
         self._resolver = Resolver(self._sockets.wake, lookup)
         self._asked: dict[str, set[PeerKey]] = {}
         self._closed = False
@@ -148,6 +149,10 @@ class Channel:
         self._serve(now)
         if now >= self._sweep_at:
             self._sweep(now)
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`poll` has something to do if nothing is heard."""
+        return self._clock() if self._touched or self._events else self._timers.next_at()
 
     def take_events(self) -> list[tuple[PeerKey, Event]]:
         """What happened since the last taking, in order."""

@@ -42,15 +42,22 @@ class Leaser:
     """See the module. ``channel`` is this consumer's name on the wire.
 
     The methods up to :meth:`close` are for the scheduler thread. :meth:`step` is the thread's; a test may call it
-    instead of :meth:`start`.
+    instead of :meth:`start`. ``claims`` is the thread's, too.
     """
 
-    def __init__(self, channel: ChannelId, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        channel: ChannelId,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        make_channel: Callable[[PeerTiming, Callable[[], float]], Channel] = Channel,
+    ) -> None:
         self._clock = clock
-        self._channel = Channel(PeerTiming(settings.peer_timeout_s, settings.ping_interval_s()), clock)
+        self._channel = make_channel(PeerTiming(settings.peer_timeout_s, settings.ping_interval_s()), clock)
         self._commands: deque[Callable[[], None]] = deque()
         self._results: deque[Result] = deque()
-        self._claims = Claims(channel, settings, self._channel, clock, self._results.append)
+        self.claims = Claims(channel, settings, self._channel, clock, self._results.append)
         self._counters: Counter[str] = Counter()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvlease-leaser", daemon=True)
@@ -66,19 +73,19 @@ class Leaser:
 
     def acquire(self, load: LoadId, key: PeerKey, lease: LeaseId, token: LeaseToken, prompt: PromptIdentity) -> None:
         """Claim ``lease`` for ``load``; a result follows in ``acquire_timeout_s``, unless the load is let go before."""
-        self._command(partial(self._claims.acquire, load, key, lease, token, prompt))
+        self._command(partial(self.claims.acquire, load, key, lease, token, prompt))
 
     def finish(self, load: LoadId) -> None:
         """The load is committed everywhere: hold its lease no more. Unknown loads are ignored."""
-        self._command(partial(self._claims.finish, load))
+        self._command(partial(self.claims.finish, load))
 
     def release(self, load: LoadId) -> None:
         """The load will not read: tell the producer. Unknown loads are ignored."""
-        self._command(partial(self._claims.release, load))
+        self._command(partial(self.claims.release, load))
 
     def release_unclaimed(self, key: PeerKey, lease: LeaseId, token: LeaseToken) -> None:
         """Nobody here will ever read ``lease``: tell the producer, as a reader that never acquired."""
-        self._command(partial(self._claims.release_unclaimed, key, lease, token))
+        self._command(partial(self.claims.release_unclaimed, key, lease, token))
 
     def take_results(self) -> list[Result]:
         """What became of the claims since the last call, in order."""
@@ -90,7 +97,7 @@ class Leaser:
     def stats(self) -> dict[str, float]:
         """What was counted since the start, as ``channel_events|<kind>``."""
         counted = self._channel.counters()
-        for counters in (self._claims.counters, self._counters):
+        for counters in (self.claims.counters, self._counters):
             counted.update(dict(counters))
         return {f"channel_events|{kind}": float(number) for kind, number in counted.items()}
 
@@ -109,14 +116,21 @@ class Leaser:
         """Carry out what was commanded, wait for at most ``timeout_s``, and take in what happened."""
         for _ in range(min(len(self._commands), _BATCH_MAX)):
             self._carry_out(self._commands.popleft())
-        beat_at = self._claims.next_deadline()
+        beat_at = self.claims.next_deadline()
         if self._commands:
             timeout_s = 0.0
         elif beat_at is not None:
             timeout_s = min(timeout_s, beat_at - self._clock())
         self._channel.poll(timeout_s)
         self._take_events()
-        self._claims.tick()
+        self.claims.tick()
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`step` has something to do if nothing is heard; for whoever drives it without a thread."""
+        if self._commands:
+            return self._clock()
+        deadlines = (self.claims.next_deadline(), self._channel.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -131,7 +145,7 @@ class Leaser:
 
     def _take_events(self) -> None:
         for key, event in self._channel.take_events():
-            self._claims.happen(key, event)
+            self.claims.happen(key, event)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -148,11 +162,11 @@ class Leaser:
             until = time.monotonic() + CLOSE_S
             while self._commands and time.monotonic() < until:
                 self._carry_out(self._commands.popleft())
-            for load in self._claims.loads():
+            for load in self.claims.loads():
                 if time.monotonic() >= until:
                     break
-                self._claims.release(load)
-            while self._claims.releases_open and (left_s := until - time.monotonic()) > 0:
+                self.claims.release(load)
+            while self.claims.releases_open and (left_s := until - time.monotonic()) > 0:
                 self._channel.poll(left_s)
                 self._take_events()
         except Exception:

@@ -75,7 +75,10 @@ def _check_frames(frames: Sequence[object]) -> None:
 
 
 class Loop:
-    """The endpoint's thread, from :meth:`run` on; nothing in here is touched by another one."""
+    """The endpoint's thread, from :meth:`run` on; nothing in here is touched by another one.
+
+    ``table`` is to be read by whoever drives the loop, and changed by nobody.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class Loop:
     ) -> None:
         self._router = router
         self._ledger = ledger
-        self._table = LeaseTable(incarnation, timing)
+        self.table = LeaseTable(incarnation, timing)
         self._counters: Counter[str] = Counter()
         self._clock = clock
         self._lifelines: dict[int, socket.socket] = {}
@@ -100,14 +103,15 @@ class Loop:
         """Answer until the endpoint is closed; then, and if all breaks, end every lease."""
         try:
             while not self._ledger.is_closing:
-                self._turn()
+                self.turn()
         except Exception:
             logger.critical("the endpoint has stopped: all leases are revoked, no more are granted", exc_info=True)
         finally:
-            self._finish()
+            self.finish()
 
-    def _turn(self) -> None:
-        for fd in self._router.poll(self._sleep_s()):
+    def turn(self) -> None:
+        """Sleep, answer, expire: one turn of :meth:`run`, for whoever drives the loop without a thread."""
+        for fd in self._router.poll(self.sleep_s()):
             if fd in self._lifelines and is_severed(self._lifelines[fd]):
                 self._sever()
         now = self._clock() if self._backlog_since is None else self._backlog_since
@@ -115,13 +119,14 @@ class Loop:
         is_empty = self._answer_batch()
         if is_empty or self._clock() >= now + FLOOD_PATIENCE_S:
             self._backlog_since = None
-            self._table.expire(now)
+            self.table.expire(now)
             self._publish()
 
-    def _sleep_s(self) -> float | None:
+    def sleep_s(self) -> float | None:
+        """For how long there is nothing to do if nothing is heard; None: for ever."""
         if self._backlog_since is not None:
             return 0.0
-        deadline = self._table.next_deadline()
+        deadline = self.table.next_deadline()
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def _answer_batch(self) -> bool:
@@ -157,12 +162,12 @@ class Loop:
         match request:
             case Ping():
                 self._counters["pings"] += 1
-                return Pong(seq=request.seq, incarnation=self._table.incarnation)
+                return Pong(seq=request.seq, incarnation=self.table.incarnation)
             case Hello():
-                reply = answer_hello(request, self._table.incarnation, self._ledger.site)
+                reply = answer_hello(request, self.table.incarnation, self._ledger.site)
                 self._counters["welcomed" if isinstance(reply, Welcome) else "refused_hello"] += 1
                 return reply
-        return self._table.handle(request, now)
+        return self.table.handle(request, now)
 
     def _invalid(self, payload: bytes, reason: str, text: str) -> bytes:
         """The answer to a request that cannot be honoured; nothing, if it does not even have a number."""
@@ -170,7 +175,7 @@ class Loop:
         seq = _seq_of(payload)
         if seq is None:
             return b""
-        return encode(Invalid(seq=seq, incarnation=self._table.incarnation, reason=reason, text=text))
+        return encode(Invalid(seq=seq, incarnation=self.table.incarnation, reason=reason, text=text))
 
     # Orders
 
@@ -180,7 +185,7 @@ class Loop:
                 case GrantItem():
                     self._grant(order)
                 case RevokeAll():
-                    self._table.revoke_all(self._clock())
+                    self.table.revoke_all(self._clock())
                 case Watch():
                     self._lifelines[order.lifeline.fileno()] = order.lifeline
                     self._router.watch(order.lifeline.fileno())
@@ -191,7 +196,7 @@ class Loop:
         try:
             digest = prompt_digest(item.token_ids, item.num_tokens, item.lora, item.cache_salt, item.mm_hashes)
             blocks = [block_runs(group) for group in item.block_ids]
-            self._table.grant(Grant(item.lease, item.token, digest, item.num_tokens, blocks), self._clock())
+            self.table.grant(Grant(item.lease, item.token, digest, item.num_tokens, blocks), self._clock())
         except Exception:
             self._counters["grants_failed"] += 1
             self._log("grant", self._clock(), "no lease for %s: revoked", item.lease, level=logging.ERROR, trace=True)
@@ -201,8 +206,8 @@ class Loop:
 
     def _publish(self) -> None:
         """Let other threads see what ended, and the numbers of this moment."""
-        self._ledger.report(self._table.take_ended())
-        table, now = self._table, self._clock()
+        self._ledger.report(self.table.take_ended())
+        table, now = self.table, self._clock()
         gauges = {
             "leases_live": float(len(table)),
             "tombstones": float(table.num_tombstones),
@@ -218,7 +223,7 @@ class Loop:
             logger.warning("a worker of this engine is shutting down or dead: all leases are revoked for good")
         self._ledger.shut("a worker of this engine has shut down or died")
         self._obey_orders()
-        self._table.revoke_all(self._clock())
+        self.table.revoke_all(self._clock())
         self._publish()
         self._hang_up()
 
@@ -228,11 +233,11 @@ class Loop:
             lifeline.close()
         self._lifelines.clear()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Answer nothing from here on, report every lease as over, and only then let the workers go."""
         self._ledger.shut("the endpoint has stopped")
         try:
-            self._table.revoke_all(self._clock())
+            self.table.revoke_all(self._clock())
             self._publish()
         finally:  # even if the table is what broke
             self._ledger.report_all_revoked()

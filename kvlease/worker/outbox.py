@@ -38,6 +38,10 @@ class Outbox:
         self._items: deque[_Sent | _Received | _Settled] = deque()
         self._stats: dict[str, float] = {}
 
+    def __len__(self) -> int:
+        """How much there is to :meth:`take`."""
+        return len(self._items)
+
     def sent(self, lease: LeaseId) -> None:
         """The producer's lease is over for this rank."""
         self._items.append(_Sent(lease))

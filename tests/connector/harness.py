@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvlease.connector.connector import KVLeaseConnector
 from kvlease.connector.metadata import KVLeaseMetadata, KVLeaseWorkerReport
-from kvlease.connector.stats import METRICS
+from kvlease.connector.metrics import METRICS
 from kvlease.core.orders import LoadOrder, Orders, Reports
 
 BLOCK_SIZE = 16

@@ -11,7 +11,8 @@ pytest.importorskip("vllm")
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvlease.connector.connector import KVLeaseConnector
-from kvlease.connector.stats import METRICS, KVLeasePromMetrics, KVLeaseStats, StatsDelta
+from kvlease.connector.metrics import METRICS
+from kvlease.connector.stats import KVLeasePromMetrics, KVLeaseStats, StatsDelta
 from tests.test_docs import first_cells
 
 
