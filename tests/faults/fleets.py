@@ -39,6 +39,13 @@ PLACES = 2
 """Requests that a consumer of the main fleet runs at a time, so that it can be full."""
 
 
+SMALL_BLOCK, SMALL_BLOCKS = 32, 23
+"""Tokens in a block and usable blocks of an engine of the small fleet."""
+_FEW_BLOCKS = (
+    "--block-size", str(SMALL_BLOCK), "--num-gpu-blocks-override", str(SMALL_BLOCKS + 1), "--max-model-len", "512",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class FleetPlan:
     """Start-up flags of one fleet."""
@@ -50,12 +57,8 @@ class FleetPlan:
 
 PLANS = {
     "main": FleetPlan(consumer=(NO_PREFIX_CACHE, "--max-num-seqs", str(PLACES))),
-    # 23 blocks of 32 tokens: about four of the rows' requests fit at a time. Adapters cost the rows here nothing.
-    "small": FleetPlan(
-        producer=("--block-size", "32", "--num-gpu-blocks-override", "24", "--max-model-len", "512"),
-        consumer=("--block-size", "32", "--num-gpu-blocks-override", "24", "--max-model-len", "512", NO_PREFIX_CACHE),
-        loras=True,
-    ),
+    # About four of the rows' requests fit at a time. Adapters cost the rows here nothing.
+    "small": FleetPlan(producer=_FEW_BLOCKS, consumer=(*_FEW_BLOCKS, NO_PREFIX_CACHE), loras=True),
 }
 
 

@@ -125,7 +125,8 @@ def twice_at_once(case: Case) -> None:
     expected = case.reference(prompt)
     for side in case.sides:
         handoff = case.handoff(prompt)
-        for answer in together([lambda side=side, one=copied(handoff): side.ask(prompt, one) for _ in range(2)]):
+        calls = [lambda side=side, handoff=handoff: side.ask(prompt, handoff) for _ in range(2)]
+        for answer in together(calls):
             side.expect(answer, expected, SERVED)
 
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 from kvlease.core import messages
 from tests.engines.clients import occupied, through
-from tests.engines.support import wait_until
-from tests.faults.fleets import BEAT_S, CLAIM_S, KVLEASE, LEASE_S, LIFETIME_S, PLACES
+from tests.engines.support import together, wait_until
+from tests.faults.fleets import BEAT_S, CLAIM_S, KVLEASE, LEASE_S, LIFETIME_S, PLACES, SMALL_BLOCK, SMALL_BLOCKS
 from tests.faults.rows import COMMITTED, UNCLAIMED, Case, row
 from tests.faults.signals import FOREVER, LONG, ask_at_once, relay_to, waiting
 from tests.faults.verdict import POLICY, SERVED
@@ -17,10 +17,15 @@ from tests.faults.verdict import POLICY, SERVED
 GIVE_UP_S = 90.0
 
 
-def all_free(case: Case) -> None:
-    """Wait until the producer holds nothing, and have its freed blocks filled with something else."""
+SHORT = 300
+"""Tokens, for the fleet with few blocks: 14 MB, in 4 chunks."""
+
+
+def overwritten(case: Case) -> None:
+    """Wait until the producer of the small fleet holds nothing, and fill all its blocks with something else."""
     wait_until(lambda: case.producer.kv_usage() == 0, "the leases run out", GIVE_UP_S)
-    case.reference(case.prompt(LONG))
+    prompts = [case.prompt(SMALL_BLOCK - 1) for _ in range(SMALL_BLOCKS)]
+    together([lambda prompt=prompt: case.reference(prompt, 1) for prompt in prompts])
 
 
 @row("main", bound_s=UNCLAIMED)
@@ -33,13 +38,13 @@ def handoff_never_used(case: Case) -> None:
     case.blocks_from_now()
 
 
-@row("main")
+@row("small")
 def handoff_used_after_its_lease(case: Case) -> None:
     """The handoff is used when its lease has run out and its blocks hold another prompt."""
-    prompt = case.prompt(LONG)
+    prompt = case.prompt(SHORT)
     expected = case.reference(prompt)
     handoffs = [case.handoff(prompt) for _ in case.sides]
-    all_free(case)
+    overwritten(case)
     case.ask_each(prompt, handoffs, POLICY, expected)
 
 
@@ -95,13 +100,13 @@ def lifetime_ends_while_queued(case: Case) -> None:
             side.expect(future.result(), expected, POLICY)
 
 
-@row("main", connectors=[KVLEASE])
+@row("small", connectors=[KVLEASE])
 def lease_ends_while_pulled(case: Case) -> None:
     """The consumer is frozen when its pull begins, and thawed when the lease has run out and the blocks hold another
     prompt.
     """
     for side in case.sides:
-        prompt = case.prompt(LONG)
+        prompt = case.prompt(SHORT)
         expected = case.reference(prompt)
         handoff = case.handoff(prompt)
         with relay_to(handoff) as relay, ThreadPoolExecutor(1) as pool:
@@ -109,7 +114,7 @@ def lease_ends_while_pulled(case: Case) -> None:
             try:
                 asked = ask_at_once(side, pool, prompt, through(relay, handoff))
                 wait_until(lambda: relay.seen[messages.Welcome] > 0, "the pull begins", GIVE_UP_S)
-                all_free(case)
+                overwritten(case)
             finally:
                 side.consumer.thaw()
             side.expect(asked.result(), expected, POLICY)
