@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import psutil
 
 from devtools.engines import Engine
+from devtools.processes import free_port
 from kvlease.core import messages
 from tests.engines.clients import occupied, through
 from tests.engines.support import wait_until
@@ -66,8 +67,8 @@ GROWTH_BYTES = 32 << 20
 
 @row(None, connectors=[KVLEASE], policies=["fail"])
 def hundred_producer_lives(case: Case) -> None:
-    """100 lives of a producer process, one after the other, each pulled from and killed (no vLLM, real NIXL): the
-    consumer grows in no way.
+    """100 lives of a producer process at one address, each pulled from and killed (no vLLM, real NIXL): nothing of the
+    consumer grows.
     """
     from kvlease.config import Settings
     from tests.peer.conftest import Consumer, Producer
@@ -75,12 +76,13 @@ def hundred_producer_lives(case: Case) -> None:
     (side,) = case.sides
     settings = Settings(num_threads=0)
     shape = (3, 64, 4096)
+    port = free_port()
     consumer = Consumer(settings, shape)
     blocks = {1: 9, 2: 5, 3: 6}
     warm: Mapping[str, float] = {}
     try:
         for life in range(LIVES):
-            producer = Producer(settings, shape, 7, True, 60.0, method="forkserver")
+            producer = Producer(settings, shape, 7, True, 60.0, method="forkserver", port=port)
             try:
                 load = f"load-{life}"
                 consumer.take(producer.order(load, blocks))
