@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -115,7 +115,8 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """For the report."""
-        return {**asdict(self), "happened": self.happened, "verdict": self.verdict, "is_ok": self.is_ok}
+        shown = {name: getattr(self, name) for name in ("happened", "blocks", "verdict", "is_ok")}
+        return {**vars(self), "got": dict(self.got), **shown}
 
 
 def summary(results: list[Result]) -> str:
