@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,12 +53,20 @@ class FleetPlan:
     producer: Sequence[str] = ()
     consumer: Sequence[str] = ()
     loras: bool = False
+    knobs: Mapping[str, float] = field(default_factory=dict)
+    """Settings of ours that differ from ``LEASES``."""
 
 
 PLANS = {
     "main": FleetPlan(consumer=(NO_PREFIX_CACHE, "--max-num-seqs", str(PLACES))),
     # About four of the rows' requests fit at a time. Adapters cost the rows here nothing.
-    "small": FleetPlan(producer=_FEW_BLOCKS, consumer=(*_FEW_BLOCKS, NO_PREFIX_CACHE), loras=True),
+    # No peer dies here, and a consumer that was frozen for longer than its lease must still try to read.
+    "small": FleetPlan(
+        producer=_FEW_BLOCKS,
+        consumer=(*_FEW_BLOCKS, NO_PREFIX_CACHE),
+        loras=True,
+        knobs={"acquire_timeout_s": 60.0, "commit_timeout_s": 60.0, "peer_timeout_s": 60.0},
+    ),
 }
 
 
@@ -82,10 +90,12 @@ def nixl_spec(name: str, role: str, flags: Sequence[str], policy: str) -> Engine
     return EngineSpec(name, kv_transfer=transfer, flags=(*FLOAT32, *flags), env=env)
 
 
-def make_spec(connector: str, name: str, role: str, flags: Sequence[str], policy: str = "recompute") -> EngineSpec:
+def make_spec(
+    connector: str, name: str, role: str, flags: Sequence[str], knobs: Mapping[str, float], policy: str = "recompute"
+) -> EngineSpec:
     """One engine of a fleet."""
     made = (
-        spec(name, role, flags, policy=policy, port=free_port(), **LEASES)
+        spec(name, role, flags, policy=policy, port=free_port(), **{**LEASES, **knobs})
         if connector == KVLEASE
         else nixl_spec(name, role, flags, policy)
     )
@@ -146,14 +156,14 @@ def start_fleet(name: str, connector: str, progress: Progress, waiting: Callable
     loras: list[str] = lora_flags() if plan.loras else []
     # The producer's worker spins while leases are out: it gets cores of its own. The consumers are busy one at a time.
     its_cores, their_cores = core_shares(2)
-    specs = [replace(make_spec(connector, "producer", "kv_producer", [*plan.producer, *loras]), cores=its_cores)]
-    specs += [
-        replace(make_spec(connector, policy, "kv_consumer", [*plan.consumer, *loras], policy), cores=their_cores)
-        for policy in POLICIES
+    producer = make_spec(connector, "producer", "kv_producer", [*plan.producer, *loras], plan.knobs)
+    consumers = [
+        make_spec(connector, policy, "kv_consumer", [*plan.consumer, *loras], plan.knobs, policy) for policy in POLICIES
     ]
+    specs = [replace(producer, cores=its_cores), *(replace(one, cores=their_cores) for one in consumers)]
     with engine_set(specs, log_dir, progress=progress, waiting=waiting) as engines:
-        consumers = dict(zip(POLICIES, engines[1:], strict=True))
-        fleet = Fleet(connector, engines[0], consumers, PromptMaker(ensure_model()), log_dir)
+        by_policy = dict(zip(POLICIES, engines[1:], strict=True))
+        fleet = Fleet(connector, engines[0], by_policy, PromptMaker(ensure_model()), log_dir)
         try:
             yield fleet
         finally:

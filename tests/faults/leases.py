@@ -11,7 +11,7 @@ from tests.engines.clients import occupied, through
 from tests.engines.support import together, wait_until
 from tests.faults.fleets import BEAT_S, CLAIM_S, KVLEASE, LEASE_S, LIFETIME_S, PLACES, SMALL_BLOCK, SMALL_BLOCKS
 from tests.faults.rows import COMMITTED, UNCLAIMED, Case, row
-from tests.faults.signals import FOREVER, LONG, ask_at_once, relay_to, waiting
+from tests.faults.signals import FOREVER, LONG, ask_at_once, first_only, relay_to, waiting
 from tests.faults.verdict import POLICY, SERVED
 
 GIVE_UP_S = 90.0
@@ -110,7 +110,7 @@ def lease_ends_while_pulled(case: Case) -> None:
         expected = case.reference(prompt)
         handoff = case.handoff(prompt)
         with relay_to(handoff) as relay, ThreadPoolExecutor(1) as pool:
-            relay.on[messages.Welcome] = lambda _, side=side: side.consumer.freeze()
+            relay.on[messages.Welcome] = first_only(side.consumer.freeze)
             try:
                 asked = ask_at_once(side, pool, prompt, through(relay, handoff))
                 wait_until(lambda: relay.seen[messages.Welcome] > 0, "the pull begins", GIVE_UP_S)
@@ -118,6 +118,7 @@ def lease_ends_while_pulled(case: Case) -> None:
             finally:
                 side.consumer.thaw()
             side.expect(asked.result(), expected, POLICY)
+            side.require(relay.seen[messages.Commit] > 0, "nothing was read in the end: the row shows nothing")
 
 
 @row("main", connectors=[KVLEASE])

@@ -37,6 +37,12 @@ def once(act: Callable[[], None]) -> Iterator[Callable[[Any], None]]:
         thread.join()
 
 
+def first_only(act: Callable[[], None]) -> Callable[[Any], None]:
+    """A hook for a relay that does ``act`` before the first message of its kind is passed on."""
+    acts = [act]
+    return lambda _: acts.pop()() if acts else None
+
+
 def ask_at_once(side: Side, pool: ThreadPoolExecutor, prompt: list[int], handoff: dict[str, Any]) -> Future[Answer]:
     """A request that is not waited for yet."""
     return pool.submit(side.ask, prompt, handoff)
@@ -141,7 +147,7 @@ def producer_frozen_before_the_commit(case: Case) -> None:
     expected = case.reference(prompt)
     handoffs = [case.handoff(prompt) for _ in case.sides]
     with relay_to(handoffs[0]) as relay:
-        relay.on[messages.Commit] = lambda _: case.producer.freeze()  # before it is passed on
+        relay.on[messages.Commit] = first_only(case.producer.freeze)  # before it is passed on
         frozen_until_refused(case, prompt, [through(relay, handoff) for handoff in handoffs], expected)
         case.note(f"{relay.seen[messages.Commit]} commits sent")
         wait_until(lambda: case.producer.kv_usage() == 0, "the late commits are handled", 60.0)
