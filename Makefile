@@ -1,6 +1,6 @@
 # From a bare clone: `make demo` shows it at work, `make test` checks all of it. Both set everything up first.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix unit
+.PHONY: help setup demo test faults check fix unit
 
 PYTHON := .venv/bin/python
 CODE := kvlease devtools scripts examples tests
@@ -21,6 +21,9 @@ demo: setup  ## a producer, a consumer and a proxy: handoffs, a killed producer,
 
 test: setup check  ## lint, types, unit, peer and engine tests (about half an hour on two cores)
 	$(PYTHON) -m pytest $(TESTS) --cov --cov-report=term
+
+faults: setup  ## engines killed, frozen, starved and lied to, one table (CONNECTOR=NixlConnector, ROW="swapped ...")
+	@$(PYTHON) -m tests.faults $(ROW) $(if $(CONNECTOR),--connector $(CONNECTOR)) $(if $(JSON),--json $(JSON))
 
 check: setup  ## lint and types
 	$(PYTHON) -m ruff check $(CODE)

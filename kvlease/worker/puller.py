@@ -323,6 +323,7 @@ class Puller:
             self._loads.crashed("the handshake", error, now)
             self._fail_waiting(source, FailureCause.INTERNAL, repr(error), now)
             return
+        self._forget_former_lives(source)
         for pull in self._loads.of(source):
             if pull.state is LoadState.GRANTED:
                 self._loads.guard(pull, self._approach, now)
@@ -337,6 +338,16 @@ class Puller:
             self._loads.fail(pull, cause, text, now)
 
     # Keeping house
+
+    def _forget_former_lives(self, source: Source) -> None:
+        """Whoever was at the address of ``source`` before it is gone. Without this a producer that restarts again and
+        again leaves an agent, prepared pages and a socket of each life here until they have been idle for long.
+        """
+        new = source.peer.key
+        for key, former in list(self._sources.items()):
+            if (key.host, key.port) == (new.host, new.port) and key.incarnation != new.incarnation and former.is_unused:
+                self._drop(key, former)
+                self._link.forget(key)
 
     def _sweep(self, now: float) -> None:
         self._loads.fail_late(now)

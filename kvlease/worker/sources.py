@@ -180,9 +180,14 @@ class Source:
             except AgentError as error:
                 logger.info("forgetting %s: %s", self.peer.key, error)
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no load, no read and no greeting needs the source."""
+        return not (self.open_loads or self.busy_reads or self.is_greeting)
+
     def is_stale(self, now: float) -> bool:
         """Whether nobody has needed the source for so long that it can be closed."""
-        if self.open_loads or self.busy_reads or self.is_greeting:
+        if not self.is_unused:
             return False
         return now - self.idle_since > (IDLE_READY_S if self.is_ready else IDLE_OTHER_S)
 

@@ -10,18 +10,17 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from devtools.engines import SERVED_NAME, Engine, completion_body, core_shares, engine_set
-from devtools.metrics import RUNNING
+from devtools.engines import Engine, core_shares, engine_set
 from devtools.processes import free_port
 from devtools.prompts import PromptMaker
 from kvlease.core import messages
+from tests.engines.clients import POLICIES, Answer, ask, occupied, through
 from tests.engines.relay import Relay
 from tests.engines.support import (
     NO_PREFIX_CACHE,
@@ -36,7 +35,6 @@ from tests.engines.support import (
 
 LEASE_S, CLAIM_S, BEAT_S = 8.0, 4.0, 1.0
 LEASES = {"lease_duration_s": LEASE_S, "lease_extension_s": CLAIM_S, "heartbeat_interval_s": BEAT_S}
-POLICIES = ["recompute", "fail"]
 
 
 @dataclass
@@ -70,28 +68,6 @@ def fleet(log_dir: Path) -> Iterator[Fleet]:
         made = Fleet(engines[0], dict(zip(POLICIES, engines[1:], strict=True)), log_dir)
         yield made
         made.producer.stop()
-
-
-@dataclass
-class Answer:
-    """What a client of one consumer got."""
-
-    status: int
-    token_ids: list[int] | None
-    text: str
-
-    def check(self, policy: str, expected: list[int]) -> None:
-        """The right text under `recompute`, an error under `fail`; anything else is a wrong text."""
-        if policy == "recompute":
-            assert (self.status, self.token_ids) == (200, expected), self.text
-        else:
-            assert self.status == 500, self.text
-
-
-def ask(consumer: Engine, prompt: list[int], params: dict[str, Any], max_tokens: int = 8) -> Answer:
-    response = consumer.post("/v1/completions", completion_body(prompt, max_tokens, kv_transfer_params=params))
-    token_ids = response.json()["choices"][0]["token_ids"] if response.status_code == 200 else None
-    return Answer(response.status_code, token_ids, response.text)
 
 
 def ask_both(fleet: Fleet, prompt: list[int], handoffs: list[dict[str, Any]]) -> list[Answer]:
@@ -151,22 +127,6 @@ def test_a_field_that_is_absent_or_of_the_wrong_type_fails_cleanly_under_fail(
     consumer = fleet.consumers["fail"]
     answers = together([lambda params=params: ask(consumer, prompt, params) for params in spoilt])
     assert [answer.status for answer in answers] == [500] * len(spoilt)
-
-
-@contextmanager
-def occupied(consumer: Engine) -> Iterator[None]:
-    """Both of the consumer's places are taken until the block ends, however fast the machine is."""
-    body = completion_body([1, 2, 3], 8000, ignore_eos=True, stream=True, model=SERVED_NAME)
-    with ExitStack() as streams:
-        for _ in range(2):
-            streams.enter_context(consumer.http.stream("POST", "/v1/completions", json=body))
-        wait_until(lambda: consumer.metrics().total(RUNNING) == 2, "both places are taken")
-        yield
-
-
-def through(relay: Relay, handoff: dict[str, Any]) -> dict[str, Any]:
-    """The same handoff, with the relay's address as its hint."""
-    return {**handoff, "remote_host": "127.0.0.1", "remote_port": relay.port}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -59,13 +59,15 @@ def make_half(settings: Settings, name: str) -> WorkerHalf:
     )
 
 
-def worker_process(pipe: Connection, settings: Settings, shape: tuple[int, int, int], seed: int, engine: bytes) -> None:
+def worker_process(
+    pipe: Connection, settings: Settings, shape: tuple[int, int, int], seed: int, engine: bytes, port: int
+) -> None:
     """A producer's worker, until the pipe closes. With an ``engine`` id its endpoint lives in this process, too."""
     half = make_half(settings, "producer")
     caches = make_caches(*shape, seed)  # kept: it is what is registered
     half.register(layout_of(caches), [BLOCK_SIZE])
     half.take_orders(Orders(leases_live=1))
-    endpoint = start_endpoint(Incarnation(engine), half.rank_info(), EXTENSION_S) if engine else None
+    endpoint = start_endpoint(Incarnation(engine), half.rank_info(), EXTENSION_S, port) if engine else None
     pipe.send((half.rank_info(), endpoint.port if endpoint else 0))
     try:
         while True:
@@ -79,23 +81,35 @@ def worker_process(pipe: Connection, settings: Settings, shape: tuple[int, int, 
         half.shutdown()
 
 
-def start_endpoint(incarnation: Incarnation, info: RankInfo, extension_s: float) -> Endpoint:
-    endpoint = Endpoint(incarnation, LeaseTiming(60.0, extension_s, 600.0, 0.0, 600.0, 1000), "127.0.0.1")
+def start_endpoint(incarnation: Incarnation, info: RankInfo, extension_s: float, port: int = 0) -> Endpoint:
+    endpoint = Endpoint(incarnation, LeaseTiming(60.0, extension_s, 600.0, 0.0, 600.0, 1000), "127.0.0.1", port)
     endpoint.start()
     endpoint.set_ranks([info], FACTORS, "f", True)
     return endpoint
 
 
 class Producer:
-    """One producer engine; ``caches`` is what its worker's memory holds. ``together``: its two halves share a fate."""
+    """One producer engine; ``caches`` is what its worker's memory holds. ``together``: its two halves share a fate.
+    ``method`` is how its process is started (``forkserver`` is quick from the second on), ``port`` that of an endpoint
+    in that process.
+    """
 
     def __init__(
-        self, settings: Settings, shape: tuple[int, int, int], seed: int, together: bool, extension_s: float
+        self,
+        settings: Settings,
+        shape: tuple[int, int, int],
+        seed: int,
+        together: bool,
+        extension_s: float,
+        method: str = "spawn",
+        port: int = 0,
     ) -> None:
         self.incarnation = Incarnation(os.urandom(16))
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload([__name__])
         self.pipe, theirs = context.Pipe()
-        arguments = (theirs, settings, shape, seed, self.incarnation if together else b"")
+        arguments = (theirs, settings, shape, seed, self.incarnation if together else b"", port)
         self.process = context.Process(target=worker_process, args=arguments, daemon=True)
         self.process.start()
         theirs.close()

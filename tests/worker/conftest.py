@@ -58,10 +58,10 @@ class Memory:
 class Producer:
     """Answers what it is told to: ``say[type]`` replaces the answer to one kind of request. None is silence."""
 
-    def __init__(self, fabric: FakeFabric, name: str) -> None:
+    def __init__(self, fabric: FakeFabric, name: str, port: int) -> None:
         self.memory = Memory(fabric, fill=sum(name.encode()))
         self.incarnation = Incarnation(name.encode().ljust(16, b"."))
-        self.key = PeerKey(EngineId(name), self.incarnation, "127.0.0.1", 1)
+        self.key = PeerKey(EngineId(name), self.incarnation, "127.0.0.1", port)
         self.say: dict[type, Callable[[AnyRequest], AnyReply | None]] = {}
         self.heard: list[AnyRequest] = []
         self.is_silent = False
@@ -163,8 +163,9 @@ class World:
         )
         self.producer = self.new_producer("p")
 
-    def new_producer(self, name: str) -> Producer:
-        producer = Producer(self.fabric, name)
+    def new_producer(self, name: str, port: int | None = None) -> Producer:
+        """At an address of its own, unless ``port`` says where."""
+        producer = Producer(self.fabric, name, port or len(self.link.producers) + 1)
         self.link.producers[producer.key] = producer
         return producer
 

@@ -327,6 +327,31 @@ class TestKeepingHouse:
         world.step(9)
         assert world.reports() == done("load", "next")
 
+    def test_a_new_life_at_an_address_makes_the_one_before_it_forgotten(self, world: World) -> None:
+        lives = [world.new_producer(f"life-{number}", port=7) for number in range(3)]
+        for producer in lives:
+            world.take(world.order(f"load-{producer.key.engine_id}", {1: 1}, producer))
+            world.step(9)
+        assert world.link.forgotten == [producer.key for producer in lives[:2]]
+        assert world.puller.stats()["peers|ready"] == 1
+        assert world.reports() == done("load-life-0", "load-life-1", "load-life-2")
+
+    def test_a_former_life_is_kept_while_a_read_from_it_is_posted(self, world: World) -> None:
+        former, new = (world.new_producer(name, port=7) for name in ("former", "new"))
+        world.agent.script.append(Fate.HANG)
+        world.take(world.order("stuck", {1: 1}, former))
+        world.step(9)
+        world.take(world.order("load", {2: 2}, new))
+        world.step(9)
+        assert world.link.forgotten == []
+        assert world.reports() == done("load")
+
+    def test_another_producer_at_another_address_is_kept(self, world: World) -> None:
+        other = world.new_producer("other")
+        world.take(world.order("load", {1: 1}), world.order("more", {2: 2}, other))
+        world.step(9)
+        assert world.link.forgotten == []
+
     def test_a_source_that_never_answered_is_forgotten_sooner_but_after_its_back_off(self, world: World) -> None:
         world.producer.is_silent = True
         world.take(world.order("load", {1: 1}))
