@@ -21,5 +21,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvlease.connector import connector
+    from kvlease.plugin import register
 
+    register()  # where vLLM was told not to load plugins, it still looks our class up by its name
     return getattr(connector, name)

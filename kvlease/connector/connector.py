@@ -201,5 +201,7 @@ class KVLeaseConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
 
-class NixlConnector(KVLeaseConnector):
-    """:class:`KVLeaseConnector` under the name that Dynamo and parts of vLLM look for."""
+NixlConnector = KVLeaseConnector
+"""The same class under the name that Dynamo and parts of vLLM look for; no class of its own, because ``MultiConnector``
+finds the class that reads our numbers by its name.
+"""

@@ -191,12 +191,12 @@ class ConsumerHalf:
             return
         first_block = load.start_token // self._block_sizes[0]
         load.blocks = [block for group in blocks.blocks for block in group[first_block:] if not block.is_null]
-        doomed = load.cause
-        if doomed is None:
+        if load.cause is None:
             load.step(LoadEvent.DISPATCH)
+            self._orders.append(self._order(load, blocks, load.start_token + num_external_tokens))
         else:
             load.state = LoadState.PULLING  # a load that its workers fail at once, so that the policy `fail` sees it
-        self._orders.append(self._order(load, blocks, load.start_token + num_external_tokens, doomed))
+            self._orders.append(self._doomed(load, load.cause))
 
     def finish(self, request: Request) -> None:
         """vLLM is done with a request (aborted, failed or served): let go of what its load still holds."""
@@ -226,17 +226,33 @@ class ConsumerHalf:
                     load.cause = load.cause or cause
             for load_id, ranks in report.unsettled.items():
                 self._hold(load_id, ranks)
-        received = output.finished_recving
-        if received:
-            stale = {load_id for load_id in received & reported_by_us(output) if LoadId(load_id) not in self._loads}
-            if stale:
-                logger.error("dropped %d stale reports of received requests: %s", len(stale), sorted(stale)[:8])
-                received -= stale
-            for load_id in sorted(received & self._loads.keys()):
-                self._settle(self._loads.pop(LoadId(load_id)), failed=load_id in output.failed_recving)
+        if output.finished_recving:
+            self._take_received(output.finished_recving, reported_by_us(output), output.failed_recving)
         if isinstance(report, WorkerReport):
             for load_id, ranks in report.settled.items():
                 self._let_go(load_id, ranks)
+
+    def _take_received(self, received: set[str], ours: set[str], failed: set[str]) -> None:
+        """Settle the loads among ``received``, and drop from it, in place, what vLLM must not hear (now).
+
+        That is a report of ours about no load, and a word of another connector about a load of ours: our workers may
+        still write to its blocks.
+        """
+        wrong = {load_id for load_id in received if (load_id in ours) is not self._is_pulling(load_id)}
+        if wrong:
+            logger.error("dropped %d wrong reports of received requests: %s", len(wrong), sorted(wrong)[:8])
+            received -= wrong
+        for load_id in sorted(received & ours):
+            load = self._loads[LoadId(load_id)]
+            if load.cause is FailureCause.RESET and load_id not in failed:
+                received.remove(load_id)  # read before the reset, told after it: reported again, as failed
+                self._orders.append(self._doomed(load, FailureCause.RESET))
+            else:
+                self._settle(self._loads.pop(load.id), failed=load_id in failed)
+
+    def _is_pulling(self, load_id: str) -> bool:
+        load = self._loads.get(LoadId(load_id))
+        return load is not None and load.state is LoadState.PULLING
 
     def reset(self) -> None:
         """The cache is being reset: what is under way must not end up in it."""
@@ -310,20 +326,27 @@ class ConsumerHalf:
 
     # Pulls
 
-    def _order(self, load: Load, blocks: KVCacheBlocks, end_token: int, doomed: FailureCause | None) -> LoadOrder:
-        handoff = load.handoff
+    def _order(self, load: Load, blocks: KVCacheBlocks, end_token: int) -> LoadOrder:
+        assert load.handoff is not None
+        assert load.granted is not None
         return LoadOrder(
             load=load.id,
-            lease=handoff.lease if handoff else LeaseId(""),
-            token=handoff.token if handoff else LeaseToken(b""),
-            reader=reader_id(self._channel, load.claim) if handoff else ReaderId(""),
-            peer=handoff.peer if handoff else None,
+            lease=load.handoff.lease,
+            token=load.handoff.token,
+            reader=reader_id(self._channel, load.claim),
+            peer=load.handoff.peer,
             start_token=load.start_token,
             end_token=end_token,
             local_blocks=blocks.get_block_ids(),
-            remote_blocks=load.granted.blocks if load.granted else [],
-            doomed=doomed,
+            remote_blocks=load.granted.blocks,
         )
+
+    def _doomed(self, load: Load, cause: FailureCause) -> LoadOrder:
+        """The order to report the load as failed, and nothing else."""
+        return LoadOrder(
+            load=load.id, lease=LeaseId(""), token=LeaseToken(b""), reader=ReaderId(""), peer=None,
+            start_token=0, end_token=0, local_blocks=(), remote_blocks=[], doomed=cause,
+        )  # fmt: skip
 
     def _settle(self, load: Load, *, failed: bool) -> None:
         if not failed:

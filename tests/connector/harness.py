@@ -52,7 +52,7 @@ class ScriptedWorker:
 
     def take(self, orders: Orders) -> None:
         for order in orders.loads:
-            assert order.load not in self.loads, "one load was ordered twice"
+            assert order.doomed or order.load not in self.loads, "one load was ordered twice"
             self.loads[order.load] = order
             if order.doomed is not None:
                 self.reports.received.add(order.load)
@@ -100,14 +100,26 @@ class Site:
         self.scheduler = Scheduler(
             self.config, kv_cache, StructuredOutputManager(self.config), block_size=BLOCK_SIZE, log_stats=True
         )
-        connector = self.scheduler.connector
-        assert isinstance(connector, KVLeaseConnector)
-        self.connector = connector
+        self.connector = self.ours(self.scheduler.connector)
         self.worker = ScriptedWorker()
         self.finished: dict[str, Any] = {}
         self.handoffs: dict[str, dict[str, Any] | None] = {}
         self.stats: dict[str, float] = {}
         self._hasher = get_request_block_hasher(BLOCK_SIZE, _hash)
+
+    def ours(self, connector: Any) -> KVLeaseConnector:
+        """Our connector in vLLM's scheduler."""
+        assert isinstance(connector, KVLeaseConnector)
+        return connector
+
+    def orders_in(self, metadata: Any) -> Orders:
+        """Our orders in one step's metadata."""
+        assert isinstance(metadata, KVLeaseMetadata)
+        return metadata.orders
+
+    def workers_output(self) -> KVConnectorOutput:
+        """What all workers reported in one step."""
+        return self.worker.output()
 
     @property
     def pool(self) -> Any:
@@ -132,25 +144,27 @@ class Site:
     def step(self) -> Any:
         """One turn of the core loop; every request whose prompt is computed samples token 7."""
         scheduled = self.scheduler.schedule()
-        metadata = scheduled.kv_connector_metadata
-        assert isinstance(metadata, KVLeaseMetadata)
-        self.worker.take(metadata.orders)
+        self.finish_step(scheduled)
+        return scheduled
+
+    def finish_step(self, scheduled: Any) -> None:
+        """What the workers answer to ``scheduled``, and what the scheduler makes of it."""
+        self.worker.take(self.orders_in(scheduled.kv_connector_metadata))
         req_ids = list(scheduled.num_scheduled_tokens)
         output = ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={name: index for index, name in enumerate(req_ids)},
             sampled_token_ids=[self._sample(name) for name in req_ids],
-            kv_connector_output=self.worker.output(),
+            kv_connector_output=self.workers_output(),
         )
         outputs = self.scheduler.update_from_output(scheduled, output)
         for batch in outputs.values():
             if batch.scheduler_stats is not None:
-                self._count(batch.scheduler_stats.kv_connector_stats or {})
+                self.count(batch.scheduler_stats.kv_connector_stats or {})
             for one in batch.outputs:
                 if one.finish_reason is not None:
                     self.finished[one.request_id] = one.finish_reason
                     self.handoffs[one.request_id] = one.kv_transfer_params
-        return scheduled
 
     def until(self, done: Callable[[], bool]) -> None:
         """Step until ``done``; the connector's threads need a moment, so time is the limit and not a count."""
@@ -174,7 +188,8 @@ class Site:
     def close(self) -> None:
         self.connector.shutdown()
 
-    def _count(self, samples: dict[str, float]) -> None:
+    def count(self, samples: dict[str, Any]) -> None:
+        """One step's numbers."""
         for key, value in samples.items():
             is_gauge = METRICS[key.partition("|")[0]].is_gauge
             self.stats[key] = value if is_gauge else self.stats.get(key, 0) + value

@@ -366,6 +366,36 @@ def test_a_reset_revokes_leases_and_fails_loads(make_site: MakeSite) -> None:
     assert outcomes(consumer) == {"loads|failed|reset": 1}
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_was_read_before_a_reset_and_told_after_it_is_not_used(make_site: MakeSite, policy: str) -> None:
+    producer, consumer = make_site("kv_producer"), make_site("kv_consumer", policy=policy)
+    tokens = prompt(40)
+    free = consumer.blocks_free
+    load(consumer, "d", tokens, producer.prefill("p", tokens))
+    consumer.worker.reports.received.add("d")  # on its way while the cache is reset
+    assert consumer.scheduler.reset_connector_cache()
+    consumer.step()
+    assert "d" not in consumer.finished
+    consumer.until(lambda: "d" in consumer.finished)
+    assert consumer.finished["d"] is (FinishReason.LENGTH if policy == "recompute" else FinishReason.ERROR)
+    assert outcomes(consumer) == {"loads|failed|reset": 1}
+    assert consumer.blocks_free == free
+
+
+def test_a_handoff_from_before_a_reset_is_worth_nothing(make_site: MakeSite) -> None:
+    """New weights, say: what was computed with the old ones must not be read any more."""
+    producer, consumer = make_site("kv_producer"), make_site("kv_consumer")
+    tokens = prompt(40)
+    free = producer.blocks_free
+    handoff = producer.prefill("p", tokens)
+    assert not producer.scheduler.reset_prefix_cache(reset_connector=True), "vLLM cannot while blocks are lent"
+    producer.until(lambda: producer.blocks_free == free)
+    assert producer.scheduler.reset_prefix_cache(reset_connector=True)
+    consumer.submit("d", tokens, handoff)
+    consumer.until(lambda: "d" in consumer.finished)
+    assert outcomes(consumer) == {"loads|failed|gone_revoked": 1}
+
+
 def test_a_request_that_vllm_rejected_gives_its_lease_back(make_site: MakeSite) -> None:
     producer, consumer = make_site("kv_producer"), make_site("kv_consumer")
     free = producer.blocks_free

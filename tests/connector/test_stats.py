@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
-from kvlease.connector.connector import KVLeaseConnector
+from kvlease.connector.connector import KVLeaseConnector, NixlConnector
 from kvlease.connector.metrics import METRICS
 from kvlease.connector.stats import KVLeasePromMetrics, KVLeaseStats, StatsDelta
 from tests.test_docs import first_cells
@@ -79,3 +80,11 @@ def test_no_batch_is_an_empty_batch() -> None:
 def test_every_metric_is_explained() -> None:
     documented = {name.partition("{")[0].removesuffix("_total") for name in first_cells("docs/metrics.md")}
     assert METRICS.keys() <= documented
+
+
+def test_whatever_name_it_was_chosen_by_our_numbers_are_read_by_our_own_class() -> None:
+    """``MultiConnector`` carries each child's numbers under its class's name, and finds the class by it again."""
+    for chosen in (KVLeaseConnector, NixlConnector):
+        stats = MultiConnector.build_kv_connector_stats({chosen.__name__: {"grants": 2}})
+        assert isinstance(stats, MultiKVConnectorStats)
+        assert stats.reduce() == {chosen.__name__: {"grants": 2}}
