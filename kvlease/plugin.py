@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 CONNECTOR_NAME = "KVLeaseConnector"
 CONNECTOR_MODULE = "kvlease.connector"
 
@@ -10,7 +12,5 @@ def register() -> None:
     """Register the connector with vLLM, once; vLLM calls this in each of its processes, sometimes more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    try:
-        KVConnectorFactory.get_connector_class_by_name(CONNECTOR_NAME)
-    except ValueError:
+    with suppress(ValueError):  # the name is registered already
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
