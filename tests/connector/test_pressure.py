@@ -79,7 +79,7 @@ def test_twenty_requests_drain_through_pools_that_hold_a_few(make_site: MakeSite
 
 
 def test_a_block_that_a_step_under_way_still_writes_goes_to_no_load(make_site: MakeSite) -> None:
-    """With asynchronous scheduling a request can end while a step of it is on its way: its blocks wait for that step."""
+    """With asynchronous scheduling a request can end while a step of it is under way: its blocks wait for that step."""
     producer = make_site("kv_producer")
     consumer = make_site("kv_consumer", num_blocks=40, engine={"async_scheduling": True})
     consumer.submit("writes", prompt(320), max_tokens=600)
