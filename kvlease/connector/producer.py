@@ -64,15 +64,15 @@ class ProducerHalf:
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         num_tokens = min(request.num_prompt_tokens, computed)
         prompt = prompt_identity(request, num_tokens)
-        if prompt is None or num_tokens <= 0 or not self._endpoint.is_alive:
+        wanted = [-(-num_tokens // block_size) for block_size in self._block_sizes]
+        leased = [ids[:count] for ids, count in zip(block_ids, wanted, strict=True)]
+        is_whole = [len(ids) for ids in leased] == wanted  # a preemption in a request's last step takes its blocks away
+        if prompt is None or num_tokens <= 0 or not is_whole or not self._endpoint.is_alive:
             logger.warning(
                 "request %s: no lease granted, its consumer prefills (%d of %d prompt tokens computed, endpoint %s)",
                 request.request_id, num_tokens, request.num_prompt_tokens, "up" if self._endpoint.is_alive else "down",
             )  # fmt: skip
             return None
-        leased = [
-            ids[: -(-num_tokens // block_size)] for ids, block_size in zip(block_ids, self._block_sizes, strict=True)
-        ]
         handoff = Handoff(
             engine_id=self._engine_id,
             incarnation=self._incarnation,

@@ -51,7 +51,7 @@ class SchedulerHalf:
         self._endpoint: Endpoint | None = None
         self._producer: ProducerHalf | None = None
         if transfer.is_kv_producer:
-            host, port = _advertised(settings, transfer.kv_port, vllm_config.parallel_config)
+            host, port = advertised(settings, transfer.kv_port, vllm_config.parallel_config)
             self._endpoint = Endpoint(incarnation, lease_timing(settings), host, port, clock=clock)
             self._endpoint.start()
             self._producer = ProducerHalf(
@@ -171,14 +171,23 @@ class SchedulerHalf:
             self._producer.close()
 
 
-def _advertised(settings: Settings, kv_port: int, parallel: Any) -> tuple[str, int]:
-    """The host and port that peers are told."""
+def advertised(settings: Settings, kv_port: int, parallel: Any) -> tuple[str, int]:
+    """The host and port that peers are told.
+
+    Raises:
+        ConfigError: the host means "every address of this machine", which would lead each peer to itself.
+    """
     host = settings.host or get_ip()
     index = getattr(parallel, "data_parallel_index", 0) or 0
     port = settings.port if settings.port is not None else kv_port
     if port:
         port += index
-    if _is_loopback(host) and settings.host is None:
+    if _is(host, "is_unspecified"):
+        raise ConfigError(
+            f"peers cannot be told to reach this engine at {host}: each would reach itself; "
+            "set 'host' in kv_connector_extra_config to an address of this machine that they can reach"
+        )
+    if settings.host is None and (host == "localhost" or _is(host, "is_loopback")):
         logger.warning(
             "peers are told to reach this engine at %s, where only this machine can; set `host` in its extra config",
             host,
@@ -186,8 +195,9 @@ def _advertised(settings: Settings, kv_port: int, parallel: Any) -> tuple[str, i
     return host, port
 
 
-def _is_loopback(host: str) -> bool:
+def _is(host: str, what: str) -> bool:
+    """Whether ``host`` is an IP address of that kind."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return bool(getattr(ipaddress.ip_address(host.strip("[]")), what))
     except ValueError:
-        return host == "localhost"
+        return False

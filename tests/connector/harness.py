@@ -130,9 +130,18 @@ class Site:
         return int(self.pool.get_num_free_blocks())
 
     def submit(
-        self, name: str, tokens: Sequence[int], params: Any = None, *, max_tokens: int = 1, **more: Any
+        self,
+        name: str,
+        tokens: Sequence[int],
+        params: Any = None,
+        *,
+        max_tokens: int = 1,
+        prompt_logprobs: int | None = None,
+        **more: Any,
     ) -> Request:
-        sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": params})
+        sampling = SamplingParams(
+            max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, extra_args={"kv_transfer_params": params}
+        )
         sampling.update_from_generation_config({}, 1)
         request = Request(
             request_id=name, prompt_token_ids=list(tokens), sampling_params=sampling, pooling_params=None,
@@ -196,8 +205,8 @@ class Site:
 
     def _sample(self, name: str) -> list[int]:
         # num_computed_tokens was already advanced by schedule()
-        request = self.scheduler.requests[name]
-        return [7] if request.num_computed_tokens >= request.num_tokens else []
+        request = self.scheduler.requests.get(name)
+        return [7] if request is not None and request.num_computed_tokens >= request.num_tokens else []
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -232,4 +241,6 @@ def _engine_config(model: Path, role: str, policy: str, knobs: dict[str, Any], e
             kv_connector_extra_config={"host": "127.0.0.1", "port": 0, "acquire_timeout_s": PATIENCE_S / 2, **knobs},
         ),
     }
-    return EngineArgs(**{**arguments, **engine}).create_engine_config()
+    config = EngineArgs(**{**arguments, **engine}).create_engine_config()
+    config.scheduler_config.async_scheduling = engine.get("async_scheduling", False)  # which vLLM may turn off here
+    return config

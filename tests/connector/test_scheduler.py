@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -172,11 +173,12 @@ def test_another_prompt_of_equal_length_gets_nothing(make_site: MakeSite) -> Non
     for name, tokens, more in [
         ("prompt", prompt(40, seed=2), {}),
         ("salt", prompt(40, seed=1), {"cache_salt": "tenant-b"}),
+        ("adapter", prompt(40, seed=1), {"lora_request": LoRARequest("adapter", 1, "/nowhere")}),
     ]:
         consumer.submit(name, tokens, handoff, **more)
         consumer.until(lambda name=name: name in consumer.finished)
         assert consumer.finished[name] is FinishReason.ERROR
-    assert outcomes(consumer) == {"loads|failed|gone_mismatch": 2}
+    assert outcomes(consumer) == {"loads|failed|gone_mismatch": 3}
     load(consumer, "right", prompt(40, seed=1), handoff)
 
 

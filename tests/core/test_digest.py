@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlease.core.digest import DIGEST_BYTES, PromptIdentity, prompt_digest
@@ -84,7 +84,6 @@ Inputs = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(Inputs, Inputs)
 def test_two_inputs_share_a_digest_only_if_they_are_the_same(one: Any, other: Any) -> None:
     first, second = (prompt_digest(x[0], len(x[0]), *x[1:]) for x in (one, other))

@@ -197,5 +197,5 @@ class LeasesUnderFire(RuleBasedStateMachine):
             assert self.num_granted == self.num_ended
 
 
-LeasesUnderFire.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+LeasesUnderFire.TestCase.settings = settings(max_examples=200, stateful_step_count=60)
 TestLeasesUnderFire = LeasesUnderFire.TestCase

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlease.core.plan import Chunk, Limits, Pages, PlanError, check_pair, load_bytes, plan
@@ -172,7 +172,6 @@ def test_bytes_of_a_range_are_those_of_its_whole_blocks():
     assert load_bytes(TWO, [4], 5, 5) == 0
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_every_needed_page_is_read_once_from_where_its_tokens_are(data):
     size = data.draw(st.integers(1, 7), "block size")

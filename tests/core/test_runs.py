@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlease.core.runs import block_runs, expand_runs
@@ -26,7 +26,6 @@ def test_runs_are_plain_integers_that_msgpack_takes() -> None:
     assert all(type(number) is int for run in block_runs([1, 2, 9]) for number in run)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40) | st.integers(0, (1 << 31) - 1), max_size=200))
 def test_expanding_gives_back_what_was_run_together(blocks: list[int]) -> None:
     runs = block_runs(blocks)

@@ -238,6 +238,23 @@ class TestReading:
         assert world.reports() == failed(FailureCause.TRANSFER)
         assert world.producer.heard_of(Commit) == []
 
+    def test_after_a_broken_link_the_producer_is_made_reachable_anew_for_the_next_load(self, world: World) -> None:
+        add_peer, added = world.agent.add_peer, []
+        world.agent.add_peer = lambda metadata: added.append(metadata) or add_peer(metadata)
+        world.take(world.order("good", BLOCKS))
+        world.step(9)
+        assert len(added) == 1
+        world.agent.script.append(Fate.ERROR)
+        world.take(world.order("broken", BLOCKS))
+        world.step(9)
+        world.take(world.order("next", BLOCKS))
+        world.step(9)
+        assert world.reports() == Reports(
+            received={LoadId("good"), LoadId("broken"), LoadId("next")},
+            failed={LoadId("broken"): FailureCause.TRANSFER},
+        )
+        assert len(added) == 2
+
     def test_a_load_that_takes_too_long_fails(self, world: World) -> None:
         world.agent.script.append(Fate.HANG)
         world.take(world.order("load", {1: 1}))
