@@ -28,7 +28,12 @@ class Fabric:
     slow_s: float = 0.0
     lost: float = 0.0
     hangs_when_paused: bool = False
+    cuts: set[tuple[str, str]] = field(default_factory=set)
     agents: dict[str, SimAgent] = field(default_factory=dict)
+
+    def is_cut(self, here: str, there: str) -> bool:
+        """Whether nothing passes between two hosts, in one direction at least."""
+        return (here, there) in self.cuts or (there, here) in self.cuts
 
     def clear_up(self) -> None:
         """From now on every read goes well."""
@@ -156,7 +161,11 @@ class SimAgent:
 
     def _move(self, read: SimRead, upto: int) -> None:
         """The bytes of the first ``upto`` pieces are there now; what they are is what is there at this moment."""
-        if not self.process.alive or read.source.is_dead:
+        if (
+            not self.process.alive
+            or read.source.is_dead
+            or self.fabric.is_cut(read.source.process.host, self.process.host)
+        ):
             return
         tags, from_tags = self.memory.tags[self.rank], read.source.memory.tags[read.source.rank]
         for there, block, age in read.pieces[read.moved : upto]:
@@ -171,6 +180,9 @@ class SimAgent:
         if not self.process.alive:
             return
         source = read.source
+        if self.fabric.is_cut(source.process.host, self.process.host) and not source.is_dead:
+            self._world.after(0.1, self._end, read)
+            return
         if source.process.paused_until > self._world.now and not source.is_dead and self.fabric.hangs_when_paused:
             read.ends_at = source.process.paused_until + 0.01
             self._world.at(min(read.ends_at, self._world.now + 60.0), self._end, read)

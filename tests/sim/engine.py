@@ -7,6 +7,7 @@ actor that takes turns of the real code.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,7 +191,7 @@ class RankWorker:
             return clock() + 0.0002
         deadline = self.channel.next_deadline()
         if not self.puller.is_idle:
-            look_again = clock() + 0.03 + 0.05 * self.life.world.rng.random()
+            look_again = clock() + 0.1 + 0.1 * self.life.world.rng.random()
             return look_again if deadline is None else min(deadline, look_again)
         return deadline
 
@@ -212,12 +213,14 @@ class Life:
         self.loop: Loop | None = None
         self.producer: ProducerHalf | None = None
         self._ended = 0
+        self.readers: dict[str, str] = {}
         self.open_loads: dict[SimRequest, Life | None] = {}
         if engine.role.may_grant:
             self._open_endpoint(around)
         self._make_consumer(around)
         self.scheduler = ModelScheduler(self, recompute=engine.role.recompute)
         self.is_disturbed = False
+        self.on_load: Callable[[], None] | None = None
 
     @property
     def processes(self) -> list[Process]:
@@ -242,6 +245,7 @@ class Life:
         self.ledger.open()
         self.ledger.site = Site(tuple(rank.info for rank in self.ranks), {"layout": "same"}, "same", enforce=True)
         router = SimRouter(around.network, self.core, (self.engine.host, PORT), self.lifelines)
+        router.vouched = lambda commit: self.oracle.vouched(commit, self)
         timing = lease_timing(around.settings)
         self.loop = Loop(router, self.ledger, self.incarnation, timing, clock)  # type: ignore[arg-type]
         self.endpoint_actor = router.actor = Actor(self.core, "endpoint", self._endpoint_turn)
@@ -302,19 +306,18 @@ class Life:
         return self.leaser.next_deadline()
 
     def take_orders(self, orders: Orders) -> None:
+        self.readers.update((order.load, order.reader) for order in orders.loads)
         for rank in self.ranks:
             rank.take_orders(orders)
-
-    def cause_of(self, load_id: str) -> str:
-        load = self.consumer._loads.get(load_id)  # type: ignore[call-overload]
-        return load.cause.value if load is not None and load.cause is not None else "of no known cause"
 
     def load_begins(self, request: SimRequest) -> None:
         """A load was ordered: it has to end in time, unless this engine itself was held up."""
         settings, drift = self.around.settings, self.around.drift
         bound_s = settings.load_timeout_s * (1 + 2 * drift) + STEPS_S
         self.world.after(bound_s, self._load_must_be_over, request, "load_timeout_s")
-        self.open_loads[request] = self.oracle.peer_of(request)
+        source = self.open_loads[request] = self.oracle.peer_of(request)
+        if source is not None and source.on_load is not None:
+            source.on_load()
 
     def load_ends(self, request: SimRequest) -> None:
         """A load was reported."""

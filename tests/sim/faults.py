@@ -45,7 +45,20 @@ class Faults:
     def _plan_bad_peer(self) -> None:
         victim = self.sim.router.victim = self.rng.choice(self.sim.producers)
         happen = self.rng.choice([self._freeze_engine, self._kill_engine, self._cut_off])
-        self.world.at(0.1 + self.rng.random() * 0.6 * FAULTS_S, happen, victim)
+        loads_before = self.rng.randrange(3)
+        fabric = self.sim.around.fabric
+        fabric.hangs_when_paused = self.rng.random() < 0.7
+        fabric.duration_s = self.rng.choice([fabric.duration_s, 0.3])
+
+        def a_load_begins() -> None:
+            nonlocal loads_before
+            loads_before -= 1
+            if loads_before < 0 and victim.life is not None:
+                victim.life.on_load = None
+                self.world.after(self.rng.random() * 0.1, happen, victim)
+
+        assert victim.life is not None
+        victim.life.on_load = a_load_begins
 
     def _life(self) -> Life | None:
         return self.rng.choice(self.sim.engines).life

@@ -6,12 +6,15 @@ in both. A frame to an address where nobody listens waits for somebody, as ZeroM
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from kvlease.core.ids import PeerKey
+from kvlease.core.messages import Commit, Committed, ProtocolError, decode_reply, decode_request
 from tests.sim.world import Actor, Process, World
 
 Address = tuple[str, int]
@@ -234,11 +237,15 @@ class SimRouter:
         self.port = address[1]
         self.actor: Actor | None = None
         self._lifelines = lifelines
+        self.vouched: Callable[[Commit], None] | None = None
+        self._commits: dict[tuple[bytes, int], Commit] = {}
         self._watched: dict[int, None] = {}
         self._inbox: deque[list[Frame]] = deque()
         network.listening[address] = self
 
     def put(self, frames: list[Frame]) -> None:
+        if b"Commit" in frames[-1].bytes:
+            self._note_commit(frames)
         self._inbox.append(frames)
         if self.actor is not None:
             self.actor.wake_soon()
@@ -255,6 +262,8 @@ class SimRouter:
         weather = self.network.weather
         if connection is None or (weather.full_pipes and self.network.world.rng.random() < weather.full_pipes):
             return False
+        if b"Committed" in payload:
+            self._note_committed(routing_id, payload)
         self.network.send_down(self, connection, payload)
         return True
 
@@ -263,6 +272,18 @@ class SimRouter:
 
     def unwatch(self, fd: int) -> None:
         del self._watched[fd]
+
+    def _note_commit(self, frames: list[Frame]) -> None:
+        with contextlib.suppress(ProtocolError):
+            commit = decode_request(frames[-1].bytes)
+            if isinstance(commit, Commit):
+                self._commits[frames[0].bytes, commit.seq] = commit
+
+    def _note_committed(self, routing_id: bytes, payload: bytes) -> None:
+        """The endpoint vouches for a read: the oracle looks whether it may, at this very moment."""
+        reply = decode_reply(payload)
+        if isinstance(reply, Committed) and self.vouched is not None:
+            self.vouched(self._commits[routing_id, reply.seq])
 
     def close(self) -> None:
         """The address is free again."""

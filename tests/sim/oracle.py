@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvlease.core.messages import Commit
 from tests.sim.requests import BLOCK_SIZE, Outcome, Prompt, SimRequest
 from tests.sim.world import World
 
@@ -25,6 +26,7 @@ class Lent:
     prompt: Prompt
     num_tokens: int
     life: Life
+    request: SimRequest
 
 
 class Oracle:
@@ -33,6 +35,7 @@ class Oracle:
     def __init__(self, world: World) -> None:
         self.world = world
         self.lent: dict[str, Lent] = {}
+        self._vouched: set[tuple[str, str, int]] = set()
         self.outcomes: Counter[str] = Counter()
         self.causes: Counter[str] = Counter()
 
@@ -42,7 +45,7 @@ class Oracle:
         token = handoff["kvlease"]["token"]
         if token in self.lent:
             self.world.violate("S2", f"a token was minted twice: {request.request_id}")
-        self.lent[token] = Lent(number, request.request_id, request.prompt, tokens, life)
+        self.lent[token] = Lent(number, request.request_id, request.prompt, tokens, life, request)
 
     def good_load(self, request: SimRequest, life: Life) -> None:
         """S1 and S2: a load was reported as received and not failed, and its request still waits for it."""
@@ -58,6 +61,10 @@ class Oracle:
             self.world.violate("S3", f"{what} was reported good and was never ordered")
             return
         start, end = request.load_range
+        token, reader = params["kvlease"]["token"], life.readers[request.request_id]
+        unproven = [rank for rank in range(life.engine.ranks) if (token, reader, rank) not in self._vouched]
+        if unproven:
+            self.world.violate("S1", f"{what} was reported good, but nobody vouched for ranks {unproven}")
         if end > lent.num_tokens:
             self.world.violate("S1", f"{what} covers {end} tokens, the lease {lent.num_tokens}")
         for rank, tags in enumerate(life.memory.tags):
@@ -71,6 +78,19 @@ class Oracle:
                         f"instead of {(lent.number, position)}",
                     )
                     return
+
+    def vouched(self, commit: Commit, life: Life) -> None:
+        """S1: an endpoint answers ``Committed``: for the first time only while the blocks are still lent."""
+        name = commit.token.hex(), commit.reader, commit.rank
+        if name in self._vouched:
+            return
+        self._vouched.add(name)
+        lent = self.lent.get(name[0])
+        what = f"{life.name} vouches for a read of lease {commit.lease}"
+        if lent is None or lent.lease != commit.lease or lent.life is not life:
+            self.world.violate("S1", f"{what}, which is not one of its own")
+        elif life.memory.is_dead or not lent.request.blocks:
+            self.world.violate("S1", f"{what}, whose blocks were given back before")
 
     def lease_blocks_freed(self, request: SimRequest, life: Life) -> None:
         """S4: the blocks of a finished request that was leased go back to the pool."""

@@ -183,8 +183,8 @@ class Router:
     def _forged(self, handoff: Params) -> Params:
         params, rng = copy.deepcopy(handoff), self.rng
         proof = params["kvlease"]
-        match rng.randrange(8):
-            case 0:
+        match rng.randrange(10):
+            case 0 | 8 | 9:
                 proof["token"] = _flip(proof["token"], rng.randrange(128))
             case 1:
                 proof["incarnation"] = _flip(proof["incarnation"], rng.randrange(128))

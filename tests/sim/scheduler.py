@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvlease.connector.reports import WorkerReport, keep_sent, reported_by_us
+from kvlease.core.ids import LoadId
 from kvlease.core.orders import Orders
 from tests.sim.memory import Blocks
 from tests.sim.requests import BLOCK_SIZE, Outcome, SimRequest, Status
@@ -146,9 +147,9 @@ class ModelScheduler:
         return Orders(loads=loads, aborts=aborts, ended=producer.take_ended(), leases_live=producer.leases_live)
 
     def _schedule(self) -> None:
-        for request in list(self.waiting):
-            if request.status is Status.WAITING_FOR_REMOTE_KVS and not self._promote(request):
-                continue
+        for request in self.waiting:
+            self._promote(request)
+        for request in [request for request in self.waiting if request.status is Status.WAITING]:
             if not self._admit(request):
                 self._make_room(request)
                 break
@@ -163,16 +164,15 @@ class ModelScheduler:
                 other.num_computed_tokens = 0
                 return
 
-    def _promote(self, request: SimRequest) -> bool:
-        """Whether the load of a request is over, so that it can be scheduled."""
-        if request.request_id not in self._finished_recving:
-            return False
+    def _promote(self, request: SimRequest) -> None:
+        """A request whose load is over can be scheduled."""
+        if request.status is not Status.WAITING_FOR_REMOTE_KVS or request.request_id not in self._finished_recving:
+            return
         self._finished_recving.remove(request.request_id)
         if request.request_id in self._failed_recving:
             self._failed_recving.remove(request.request_id)
             self._free_blocks(request)
         request.status = Status.WAITING
-        return True
 
     def _admit(self, request: SimRequest) -> bool:
         """Schedule one request. False: there are no blocks, and those behind it wait, too."""
@@ -215,7 +215,7 @@ class ModelScheduler:
         request.num_computed_tokens = request.prompt.length
 
     def _update(self, output: StepOutput) -> None:
-        failing = self._handle_failed(output.failed_recving)
+        failing = self._handle_failed(output)
         for request in list(self.running):
             request.steps_left -= 1
             if request.steps_left <= 0:
@@ -224,12 +224,14 @@ class ModelScheduler:
             self._finish(request, Status.FINISHED_ERROR)
         self._take_reports(output)
 
-    def _handle_failed(self, failed: set[str]) -> list[SimRequest]:
+    def _handle_failed(self, output: StepOutput) -> list[SimRequest]:
         affected = []
-        for request_id in sorted(failed):
+        report = output.kv_connector_worker_meta
+        for request_id in sorted(output.failed_recving):
             request = self.requests.get(request_id)
             if request is not None and request.status is Status.WAITING_FOR_REMOTE_KVS:
-                self.life.oracle.ended(request, Outcome.FAILED, self.life.cause_of(request_id))
+                cause = report.failed.get(LoadId(request_id)) if report else None
+                self.life.oracle.ended(request, Outcome.FAILED, str(cause))
                 if self.recompute:
                     request.num_computed_tokens = 0
                     self._failed_recving.add(request_id)

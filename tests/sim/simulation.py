@@ -48,7 +48,7 @@ class Simulation:
         self.scenario: Scenario = draw_scenario(rng)
         self.oracle = Oracle(self.world)
         network = Network(self.world, draw_weather(rng, self.scenario))
-        fabric = Fabric(self.world, duration_s=rng.choice([0.002, 0.02, 0.1]))
+        fabric = Fabric(self.world, duration_s=rng.choice([0.002, 0.02, 0.1]), cuts=network.weather.cuts)
         self.around = Surroundings(
             self.world, network, fabric, self.oracle, self.scenario.settings, self.scenario.drift
         )
