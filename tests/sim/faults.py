@@ -34,6 +34,8 @@ class Faults:
             if scenario.has(fault):
                 for _ in range(rng.randrange(1, most + 1)):
                     self.world.at(0.1 + rng.random() * FAULTS_S, happen)
+        if scenario.has(Fault.CRASHES) and rng.random() < 0.3:
+            self._plan_crash_at_commit(rng.choice(self.sim.producers))
         if scenario.has(Fault.READS):
             fabric = self.sim.around.fabric
             fabric.refused = rng.choice([0.0, 0.05])
@@ -59,6 +61,19 @@ class Faults:
 
         assert victim.life is not None
         victim.life.on_load = a_load_begins
+
+    def _plan_crash_at_commit(self, engine: Engine) -> None:
+        """A producer dies when a commit arrives, and is back before anybody has missed it."""
+        life = engine.life
+        assert life is not None
+
+        def a_commit_arrives() -> None:
+            life.router.on_commit = None
+            if engine.life is life:
+                self._kill_engine(engine)
+                self.world.after(self.rng.random() * 0.2, self._start, engine)
+
+        life.router.on_commit = a_commit_arrives
 
     def _life(self) -> Life | None:
         return self.rng.choice(self.sim.engines).life
@@ -122,7 +137,7 @@ class Faults:
 
     def _reset(self) -> None:
         life = self._life()
-        if life is not None and not life.core.is_paused:
+        if life is not None and not life.core.is_paused and not life.scheduler.is_closed:
             life.scheduler.reset()
 
     def _cut(self) -> None:

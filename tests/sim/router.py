@@ -121,6 +121,8 @@ class Router:
             must_load=must_load,
             steps_left=rng.randrange(1, 4),
         )
+        if rng.random() < 0.25:
+            request.not_before = self.world.now + rng.random() * (2.0 if must_load else 4.0)
         if not must_load and rng.random() < 0.25:
             request.local_hit_blocks = rng.randrange(prompt.length // BLOCK_SIZE + 1)
         if self.scenario.has(Fault.ABORTS):
