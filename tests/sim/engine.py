@@ -33,7 +33,7 @@ from tests.sim.memory import Memory
 from tests.sim.network import Lifeline, Network, SimRouter, SimSockets
 from tests.sim.oracle import STEPS_S, Oracle
 from tests.sim.requests import BLOCK_SIZE, Outcome, SimRequest
-from tests.sim.scheduler import ModelScheduler, StepOutput
+from tests.sim.scheduler import NOTHING, ModelScheduler, StepOutput
 from tests.sim.world import Actor, Clock, Process, World
 
 PAGE_BYTES = 64
@@ -159,6 +159,8 @@ class RankWorker:
 
     def take_output(self) -> StepOutput:
         """This rank's reports since the last step, in vLLM's form."""
+        if not len(self.outbox):
+            return NOTHING
         reports = self.outbox.take()
         for load in sorted(reports.received):
             if load not in self._open:
@@ -220,6 +222,7 @@ class Life:
         self._make_consumer(around)
         self.scheduler = ModelScheduler(self, recompute=engine.role.recompute)
         self.is_disturbed = False
+        self.may_forget = False
         self.on_load: Callable[[], None] | None = None
 
     @property
@@ -341,7 +344,7 @@ class Life:
     def shut_down(self) -> None:
         """As vLLM does it: the workers first, which sever their lifelines and wait for the endpoint, then the rest."""
         self.world.tell(self.name, "shuts down")
-        self.scheduler.is_closed = True
+        self.scheduler.is_closed = self.may_forget = True
         for lifeline in self.lifelines.values():
             lifeline.is_severed = True
         if self.loop is not None:
@@ -358,7 +361,7 @@ class Life:
         self.memory.die()
         for rank in self.ranks:
             rank.process.alive = False
-        self.world.after(0.05 + 0.2 * self.world.rng.random(), self._close)
+        self.world.after(0.05 + self.world.rng.random(), self._close)
 
     def _close(self) -> None:
         if not self.core.alive:

@@ -113,6 +113,8 @@ class Network:
             return []
         copies = 2 if weather.duplicates and rng.random() < weather.duplicates else 1
         journeys = [0.0001 + rng.random() * weather.delay_s for _ in range(copies)]
+        if copies == 2 and rng.random() < 0.5:
+            journeys[1] += rng.random() * 0.3 * weather.late_s
         if weather.late and rng.random() < weather.late:
             journeys[-1] += rng.random() * weather.late_s
         return journeys

@@ -41,6 +41,7 @@ class Lent:
     num_tokens: int
     life: Life
     request: SimRequest
+    granted_at: float
 
 
 class Oracle:
@@ -50,6 +51,7 @@ class Oracle:
         self.world = world
         self.lent: dict[str, Lent] = {}
         self._last_of: dict[tuple[str, str], Lent] = {}
+        self._asked_for: set[int] = set()
         self._released: set[tuple[str, str, str]] = set()
         self._vouched: dict[tuple[str, str, int], float] = {}
         self.outcomes: Counter[str] = Counter()
@@ -61,7 +63,9 @@ class Oracle:
         token = handoff["kvlease"]["token"]
         if token in self.lent:
             self.world.violate("S2", f"a token was minted twice: {request.request_id}")
-        lent = self.lent[token] = Lent(number, request.request_id, request.prompt, tokens, life, request)
+        lent = self.lent[token] = Lent(
+            number, request.request_id, request.prompt, tokens, life, request, self.world.now
+        )
         self._last_of[life.name, lent.lease] = lent
         settings, slow = life.around.settings, 1 + 2 * life.around.drift
         self.world.after(settings.max_lease_lifetime_s * slow + STEPS_S, self._must_have_ended, lent, "its lifetime")
@@ -100,7 +104,13 @@ class Oracle:
 
     def answered(self, request: Acquire | Commit | Release, reply: AnyReply, life: Life) -> None:
         """An endpoint answers a claim: what it says has to be true at this very moment."""
+        lent = self.lent.get(request.token.hex())
+        is_first = lent is not None and lent.number not in self._asked_for
+        if lent is not None:
+            self._asked_for.add(lent.number)
         match request, reply:
+            case Acquire(), Gone(why=GoneReason.UNKNOWN) if lent is not None and is_first:
+                self._knows_nothing(request, lent, life)
             case Commit(), Committed():
                 self._vouches(request, life)
             case Commit(), Gone():
@@ -111,6 +121,13 @@ class Oracle:
                 self.world.violate("P1", f"{life.name} grants {request.lease} to {request.reader}, who released it")
         if isinstance(reply, Gone) and reply.why is GoneReason.EXPIRED and reply.age_s == 0.0:
             self.world.violate("P1", f"{life.name} let {request.lease} expire while a message for it was waiting")
+
+    def _knows_nothing(self, acquire: Acquire, lent: Lent, life: Life) -> None:
+        """P1: never of a lease whose handoff it gave out a moment ago."""
+        is_meant = lent.life is life and lent.lease == acquire.lease and acquire.to == life.incarnation
+        is_young = self.world.now < lent.granted_at + 0.8 * life.around.settings.lease_duration_s
+        if is_meant and is_young and not life.may_forget and self._last_of[life.name, lent.lease] is lent:
+            self.world.violate("P1", f"{life.name} gave out a handoff for {lent.lease}, and knows of no such lease")
 
     def _vouches(self, commit: Commit, life: Life) -> None:
         """S1: for the first time only while the blocks are still lent."""

@@ -34,6 +34,10 @@ class StepOutput:
     kv_connector_worker_meta: WorkerReport | None = None
 
 
+NOTHING = StepOutput()
+"""What a rank without news reports."""
+
+
 class Aggregator:
     """Joins the ranks' reports as vLLM does: an id is finished when as many reports as ranks were seen."""
 
@@ -46,6 +50,8 @@ class Aggregator:
     def join(self, outputs: list[StepOutput]) -> StepOutput:
         joined = StepOutput()
         for output in outputs:
+            if output is NOTHING:
+                continue
             self._count(output.finished_sending, self._send, joined.finished_sending)
             self._count(output.finished_recving, self._recv, joined.finished_recving)
             self._failed |= output.failed_recving
@@ -118,6 +124,7 @@ class ModelScheduler:
     def reset(self) -> None:
         """``reset_prefix_cache`` reached the connector."""
         self.world.tell(self.life.name, "resets its cache")
+        self.life.may_forget = True
         if self.life.producer is not None:
             self.life.producer.revoke_all()
         self.life.consumer.reset()
