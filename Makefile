@@ -1,6 +1,6 @@
 # From a bare clone: `make demo` shows it at work, `make test` checks all of it. Both set everything up first.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test faults check fix unit
+.PHONY: help setup demo test sim faults check fix unit
 
 PYTHON := .venv/bin/python
 CODE := kvlease devtools scripts examples tests
@@ -21,6 +21,9 @@ demo: setup  ## a producer, a consumer and a proxy: handoffs, a killed producer,
 
 test: setup check  ## lint, types, unit, peer and engine tests (about half an hour on two cores)
 	$(PYTHON) -m pytest $(TESTS) --cov --cov-report=term
+
+sim: setup  ## a simulated fleet: planted faults, then 20,000 seeds of faults (ten minutes at most; no vLLM, no network)
+	$(PYTHON) -m tests.sim
 
 faults: setup  ## engines killed, frozen, starved and lied to, one table (CONNECTOR=NixlConnector, ROW="swapped ...")
 	@$(PYTHON) -m tests.faults $(ROW) $(if $(CONNECTOR),--connector $(CONNECTOR)) $(if $(JSON),--json $(JSON))

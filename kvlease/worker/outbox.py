@@ -55,10 +55,17 @@ class Outbox:
         self._items.append(_Settled(load))
 
     def take(self) -> Reports:
-        """Everything since the last call. A load that went unsettled and settled in between appears as neither."""
+        """Everything since the last call, but of one name only one load that settled.
+
+        Request ids come again. A name that is among ``unsettled`` or ``settled`` already is told of as settled by the
+        next call: two loads of one name in one batch would pass for one, and the blocks of the other for free or for
+        held for ever.
+        """
         reports = Reports()
+        later: list[_Settled] = []
         while self._items:
-            match self._items.popleft():
+            item = self._items.popleft()
+            match item:
                 case _Sent(lease):
                     reports.sent.add(lease)
                 case _Received(load, cause, unsettled):
@@ -67,10 +74,11 @@ class Outbox:
                         reports.failed[load] = cause
                     if unsettled:
                         reports.unsettled.add(load)
-                case _Settled(load) if load in reports.unsettled:
-                    reports.unsettled.remove(load)
+                case _Settled(load) if load in reports.unsettled or load in reports.settled:
+                    later.append(item)
                 case _Settled(load):
                     reports.settled.add(load)
+        self._items.extendleft(reversed(later))
         return reports
 
     def publish(self, stats: dict[str, float]) -> None:

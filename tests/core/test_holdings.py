@@ -262,7 +262,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(STEP, max_size=60))
 def test_whatever_is_lost_the_producers_list_becomes_the_consumers(script: list[tuple[str, object]]) -> None:
     holdings, producer, numbers = Holdings(), Producer(), count()

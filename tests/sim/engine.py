@@ -31,16 +31,13 @@ from kvlease.worker.sources import Identity
 from tests.sim.agent import Fabric, SimAgent
 from tests.sim.memory import Memory
 from tests.sim.network import Lifeline, Network, SimRouter, SimSockets
-from tests.sim.oracle import Oracle
+from tests.sim.oracle import STEPS_S, Oracle
 from tests.sim.requests import BLOCK_SIZE, Outcome, SimRequest
-from tests.sim.scheduler import ModelScheduler, StepOutput
+from tests.sim.scheduler import NOTHING, ModelScheduler, StepOutput
 from tests.sim.world import Actor, Clock, Process, World
 
 PAGE_BYTES = 64
 PORT = 7000
-
-STEPS_S = 0.8
-"""Room for the steps and turns after a deadline, which come more rarely here than in an engine."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +159,16 @@ class RankWorker:
 
     def take_output(self) -> StepOutput:
         """This rank's reports since the last step, in vLLM's form."""
+        if not len(self.outbox):
+            return NOTHING
         reports = self.outbox.take()
         for load in sorted(reports.received):
             if load not in self._open:
                 self.life.world.violate("S3", f"{self.process.name} reports load {load}, which it has not got")
             self._open.discard(load)
+        for what in ("received", "unsettled", "settled"):
+            if ids := sorted(getattr(reports, what)):
+                self.life.world.tell(self.process.name, f"reports as {what}: %s", ", ".join(ids))
         report = None
         if reports.received or reports.sent or reports.settled:
             report = WorkerReport(
@@ -220,6 +222,7 @@ class Life:
         self._make_consumer(around)
         self.scheduler = ModelScheduler(self, recompute=engine.role.recompute)
         self.is_disturbed = False
+        self.may_forget = False
         self.on_load: Callable[[], None] | None = None
 
     @property
@@ -245,7 +248,8 @@ class Life:
         self.ledger.open()
         self.ledger.site = Site(tuple(rank.info for rank in self.ranks), {"layout": "same"}, "same", enforce=True)
         router = SimRouter(around.network, self.core, (self.engine.host, PORT), self.lifelines)
-        router.vouched = lambda commit: self.oracle.vouched(commit, self)
+        router.on_answer = lambda request, reply: self.oracle.answered(request, reply, self)
+        self.router = router
         timing = lease_timing(around.settings)
         self.loop = Loop(router, self.ledger, self.incarnation, timing, clock)  # type: ignore[arg-type]
         self.endpoint_actor = router.actor = Actor(self.core, "endpoint", self._endpoint_turn)
@@ -340,6 +344,7 @@ class Life:
     def shut_down(self) -> None:
         """As vLLM does it: the workers first, which sever their lifelines and wait for the endpoint, then the rest."""
         self.world.tell(self.name, "shuts down")
+        self.scheduler.is_closed = self.may_forget = True
         for lifeline in self.lifelines.values():
             lifeline.is_severed = True
         if self.loop is not None:
@@ -354,7 +359,9 @@ class Life:
             self.world.after(0.02, self._unregister, give_up_at)
             return
         self.memory.die()
-        self.world.after(0.05 + 0.2 * self.world.rng.random(), self._close)
+        for rank in self.ranks:
+            rank.process.alive = False
+        self.world.after(0.05 + self.world.rng.random(), self._close)
 
     def _close(self) -> None:
         if not self.core.alive:

@@ -34,6 +34,9 @@ class Faults:
             if scenario.has(fault):
                 for _ in range(rng.randrange(1, most + 1)):
                     self.world.at(0.1 + rng.random() * FAULTS_S, happen)
+        if scenario.has(Fault.CRASHES):
+            plan = rng.choice([self._plan_crash_at_commit, self._plan_shutdown_at_load, lambda _: None])
+            plan(rng.choice(self.sim.producers))
         if scenario.has(Fault.READS):
             fabric = self.sim.around.fabric
             fabric.refused = rng.choice([0.0, 0.05])
@@ -59,6 +62,30 @@ class Faults:
 
         assert victim.life is not None
         victim.life.on_load = a_load_begins
+
+    def _plan_crash_at_commit(self, engine: Engine) -> None:
+        """A producer dies when a commit arrives, and is back before anybody has missed it."""
+        life = engine.life
+        assert life is not None
+
+        def a_commit_arrives() -> None:
+            life.router.on_commit = None
+            if engine.life is life:
+                self._kill_engine(engine)
+                self.world.after(self.rng.random() * 0.2, self._start, engine)
+
+        life.router.on_commit = a_commit_arrives
+
+    def _plan_shutdown_at_load(self, engine: Engine) -> None:
+        """A producer shuts down while it is read from."""
+        life = engine.life
+        assert life is not None
+
+        def a_load_begins() -> None:
+            life.on_load = None
+            self.world.after(self.rng.random() * 0.1, life.shut_down)
+
+        life.on_load = a_load_begins
 
     def _life(self) -> Life | None:
         return self.rng.choice(self.sim.engines).life
@@ -95,7 +122,7 @@ class Faults:
         if life is not None:
             by_s = self.rng.random() * self.rng.choice([0.5, 5.0, 100.0])
             self.world.tell(life.name, "finds its clocks %.2f s later", by_s)
-            life.is_disturbed = True
+            life.is_disturbed = life.may_forget = True
             for process in life.processes if self.rng.random() < 0.7 else [self.rng.choice(life.processes)]:
                 process.clock.leap(by_s)
             for actor in life.actors:
@@ -122,7 +149,7 @@ class Faults:
 
     def _reset(self) -> None:
         life = self._life()
-        if life is not None and not life.core.is_paused:
+        if life is not None and not life.core.is_paused and not life.scheduler.is_closed:
             life.scheduler.reset()
 
     def _cut(self) -> None:

@@ -14,10 +14,11 @@ from itertools import count
 from typing import Any
 
 from kvlease.core.ids import PeerKey
-from kvlease.core.messages import Commit, Committed, ProtocolError, decode_reply, decode_request
+from kvlease.core.messages import Acquire, AnyReply, Commit, ProtocolError, Release, decode_reply, decode_request
 from tests.sim.world import Actor, Process, World
 
 Address = tuple[str, int]
+Claim = Acquire | Commit | Release
 
 RECONNECT_S = 0.1
 RECONNECTS_MAX = 20
@@ -112,6 +113,8 @@ class Network:
             return []
         copies = 2 if weather.duplicates and rng.random() < weather.duplicates else 1
         journeys = [0.0001 + rng.random() * weather.delay_s for _ in range(copies)]
+        if copies == 2 and rng.random() < 0.5:
+            journeys[1] += rng.random() * 0.3 * weather.late_s
         if weather.late and rng.random() < weather.late:
             journeys[-1] += rng.random() * weather.late_s
         return journeys
@@ -237,15 +240,15 @@ class SimRouter:
         self.port = address[1]
         self.actor: Actor | None = None
         self._lifelines = lifelines
-        self.vouched: Callable[[Commit], None] | None = None
-        self._commits: dict[tuple[bytes, int], Commit] = {}
+        self.on_answer: Callable[[Claim, AnyReply], None] | None = None
+        self.on_commit: Callable[[], None] | None = None
+        self._asked: dict[tuple[bytes, int], Claim] = {}
         self._watched: dict[int, None] = {}
         self._inbox: deque[list[Frame]] = deque()
         network.listening[address] = self
 
     def put(self, frames: list[Frame]) -> None:
-        if b"Commit" in frames[-1].bytes:
-            self._note_commit(frames)
+        self._note_request(frames)
         self._inbox.append(frames)
         if self.actor is not None:
             self.actor.wake_soon()
@@ -258,12 +261,11 @@ class SimRouter:
         return self._inbox.popleft() if self._inbox else None
 
     def send(self, routing_id: bytes, payload: bytes) -> bool:
+        self._note_answer(routing_id, payload)
         connection = self.network.connections.get(routing_id)
         weather = self.network.weather
         if connection is None or (weather.full_pipes and self.network.world.rng.random() < weather.full_pipes):
             return False
-        if b"Committed" in payload:
-            self._note_committed(routing_id, payload)
         self.network.send_down(self, connection, payload)
         return True
 
@@ -273,17 +275,20 @@ class SimRouter:
     def unwatch(self, fd: int) -> None:
         del self._watched[fd]
 
-    def _note_commit(self, frames: list[Frame]) -> None:
+    def _note_request(self, frames: list[Frame]) -> None:
         with contextlib.suppress(ProtocolError):
-            commit = decode_request(frames[-1].bytes)
-            if isinstance(commit, Commit):
-                self._commits[frames[0].bytes, commit.seq] = commit
+            request = decode_request(frames[-1].bytes)
+            if isinstance(request, Acquire | Commit | Release):
+                self._asked[frames[0].bytes, request.seq] = request
+            if isinstance(request, Commit) and self.on_commit is not None:
+                self.on_commit()
 
-    def _note_committed(self, routing_id: bytes, payload: bytes) -> None:
-        """The endpoint vouches for a read: the oracle looks whether it may, at this very moment."""
+    def _note_answer(self, routing_id: bytes, payload: bytes) -> None:
+        """The endpoint answers a claim: the oracle looks whether it may say so, at this very moment."""
         reply = decode_reply(payload)
-        if isinstance(reply, Committed) and self.vouched is not None:
-            self.vouched(self._commits[routing_id, reply.seq])
+        request = self._asked.get((routing_id, reply.seq))
+        if request is not None and self.on_answer is not None:
+            self.on_answer(request, reply)
 
     def close(self) -> None:
         """The address is free again."""

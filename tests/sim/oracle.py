@@ -9,12 +9,26 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvlease.core.messages import Commit
+from kvlease.core.messages import (
+    Acquire,
+    AnyReply,
+    Commit,
+    Committed,
+    Gone,
+    GoneReason,
+    Granted,
+    Release,
+    Released,
+)
 from tests.sim.requests import BLOCK_SIZE, Outcome, Prompt, SimRequest
 from tests.sim.world import World
 
 if TYPE_CHECKING:
     from tests.sim.engine import Life
+
+
+STEPS_S = 0.8
+"""Room for the steps and turns after a deadline, which come more rarely here than in an engine."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,7 @@ class Lent:
     num_tokens: int
     life: Life
     request: SimRequest
+    granted_at: float
 
 
 class Oracle:
@@ -35,7 +50,10 @@ class Oracle:
     def __init__(self, world: World) -> None:
         self.world = world
         self.lent: dict[str, Lent] = {}
-        self._vouched: set[tuple[str, str, int]] = set()
+        self._last_of: dict[tuple[str, str], Lent] = {}
+        self._asked_for: set[int] = set()
+        self._released: set[tuple[str, str, str]] = set()
+        self._vouched: dict[tuple[str, str, int], float] = {}
         self.outcomes: Counter[str] = Counter()
         self.causes: Counter[str] = Counter()
 
@@ -45,7 +63,12 @@ class Oracle:
         token = handoff["kvlease"]["token"]
         if token in self.lent:
             self.world.violate("S2", f"a token was minted twice: {request.request_id}")
-        self.lent[token] = Lent(number, request.request_id, request.prompt, tokens, life, request)
+        lent = self.lent[token] = Lent(
+            number, request.request_id, request.prompt, tokens, life, request, self.world.now
+        )
+        self._last_of[life.name, lent.lease] = lent
+        settings, slow = life.around.settings, 1 + 2 * life.around.drift
+        self.world.after(settings.max_lease_lifetime_s * slow + STEPS_S, self._must_have_ended, lent, "its lifetime")
 
     def good_load(self, request: SimRequest, life: Life) -> None:
         """S1 and S2: a load was reported as received and not failed, and its request still waits for it."""
@@ -79,18 +102,63 @@ class Oracle:
                     )
                     return
 
-    def vouched(self, commit: Commit, life: Life) -> None:
-        """S1: an endpoint answers ``Committed``: for the first time only while the blocks are still lent."""
+    def answered(self, request: Acquire | Commit | Release, reply: AnyReply, life: Life) -> None:
+        """An endpoint answers a claim: what it says has to be true at this very moment."""
+        lent = self.lent.get(request.token.hex())
+        is_first = lent is not None and lent.number not in self._asked_for
+        if lent is not None:
+            self._asked_for.add(lent.number)
+        match request, reply:
+            case Acquire(), Gone(why=GoneReason.UNKNOWN) if lent is not None and is_first:
+                self._knows_nothing(request, lent, life)
+            case Commit(), Committed():
+                self._vouches(request, life)
+            case Commit(), Gone():
+                self._takes_back(request, life)
+            case Release(reader=str() as reader), Released():
+                self._released.add((request.token.hex(), reader, life.name))
+            case Acquire(), Granted() if (request.token.hex(), request.reader, life.name) in self._released:
+                self.world.violate("P1", f"{life.name} grants {request.lease} to {request.reader}, who released it")
+        if isinstance(reply, Gone) and reply.why is GoneReason.EXPIRED and reply.age_s == 0.0:
+            self.world.violate("P1", f"{life.name} let {request.lease} expire while a message for it was waiting")
+
+    def _knows_nothing(self, acquire: Acquire, lent: Lent, life: Life) -> None:
+        """P1: never of a lease whose handoff it gave out a moment ago."""
+        is_meant = lent.life is life and lent.lease == acquire.lease and acquire.to == life.incarnation
+        is_young = self.world.now < lent.granted_at + 0.8 * life.around.settings.lease_duration_s
+        if is_meant and is_young and not life.may_forget and self._last_of[life.name, lent.lease] is lent:
+            self.world.violate("P1", f"{life.name} gave out a handoff for {lent.lease}, and knows of no such lease")
+
+    def _vouches(self, commit: Commit, life: Life) -> None:
+        """S1: for the first time only while the blocks are still lent."""
         name = commit.token.hex(), commit.reader, commit.rank
         if name in self._vouched:
             return
-        self._vouched.add(name)
+        self._vouched[name] = self.world.now
         lent = self.lent.get(name[0])
         what = f"{life.name} vouches for a read of lease {commit.lease}"
         if lent is None or lent.lease != commit.lease or lent.life is not life:
             self.world.violate("S1", f"{what}, which is not one of its own")
         elif life.memory.is_dead or not lent.request.blocks:
             self.world.violate("S1", f"{what}, whose blocks were given back before")
+
+    def _takes_back(self, commit: Commit, life: Life) -> None:
+        """P1: never a commit that was answered ``Committed`` and has to be remembered."""
+        name = commit.token.hex(), commit.reader, commit.rank
+        settings = life.around.settings
+        vouched_at, lent = self._vouched.get(name), self.lent.get(name[0])
+        if vouched_at is None or lent is None or lent.life is not life or life.is_disturbed:
+            return
+        is_young = self.world.now < vouched_at + settings.tombstone_ttl_s * 0.8
+        if is_young and settings.tombstone_max > 10 and self._last_of[life.name, lent.lease] is lent:
+            self.world.violate("P1", f"{life.name} vouched for {commit.reader} and now says that {lent.lease} is gone")
+
+    def _must_have_ended(self, lent: Lent, bound: str) -> None:
+        """L1: a lease does not outlive its bound by more than a turn of the endpoint."""
+        life = lent.life
+        is_held = lent.request.blocks and life.scheduler.requests.get(lent.lease) is lent.request
+        if is_held and life.core.alive and not life.is_disturbed:
+            self.world.violate("L1", f"{life.name} still holds the blocks of lease {lent.lease} after {bound}")
 
     def lease_blocks_freed(self, request: SimRequest, life: Life) -> None:
         """S4: the blocks of a finished request that was leased go back to the pool."""

@@ -66,7 +66,7 @@ class SimRequest:
     """One request; the upper fields are those of vLLM's class that kvlease reads.
 
     ``number`` is unique, ids come again. ``served`` is told of the handoff, if there is one. ``must_load``: nothing in
-    the world is in the way of this load.
+    the world is in the way of this load. Others are served before it until ``not_before``.
     """
 
     request_id: str
@@ -77,6 +77,7 @@ class SimRequest:
     must_load: bool = False
     local_hit_blocks: int = 0
     steps_left: int = 1
+    not_before: float = 0.0
     abort_immediately: bool = False
     status: Status = Status.WAITING
     num_computed_tokens: int = 0

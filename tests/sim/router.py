@@ -30,6 +30,7 @@ class Router:
         self.seen: list[tuple[Params, Prompt]] = []
         self.victim: Engine | None = None
         self._numbers = count(1)
+        self._withheld: tuple[Params, Prompt] | None = None
 
     def plan(self) -> None:
         """Draw when which prompts arrive."""
@@ -85,10 +86,19 @@ class Router:
         if handoff is None:
             return
         self.seen.append((handoff, request.prompt))
+        if self.scenario.has(Fault.IDS) and self.scenario.has(Fault.ABORTS) and self.rng.random() < 0.5:
+            if self._withheld is None:
+                self._withheld = (handoff, request.prompt)
+            else:
+                self._overtake(self._withheld, (handoff, request.prompt))
+                self._withheld = None
+            return
         is_honest = not self.scenario.has(Fault.ROUTER) or self.rng.random() < 0.4
         if is_honest:
             must_load = self.scenario.kind != ROUGH and producer is not self.victim
-            self._decode(handoff, request.prompt, delay_s=self.rng.random() * 0.1, must_load=must_load)
+            self._decode(
+                handoff, request.prompt, delay_s=self.rng.choice([0.0, self.rng.random() * 0.1]), must_load=must_load
+            )
         else:
             self._misroute(handoff, request.prompt)
         if self.rng.random() < 0.5:
@@ -108,31 +118,53 @@ class Router:
             spread_s = self.rng.random() * (0.02 if must_load else 0.2)
             self.world.after(delay_s + spread_s, self._ask, consumer, copy.deepcopy(handoff), prompt, must_load)
 
-    def _ask(self, consumer: Engine, handoff: Params, prompt: Prompt, must_load: bool) -> None:
+    def _ask(self, consumer: Engine, handoff: Params, prompt: Prompt, must_load: bool, name: str | None = None) -> None:
         life = consumer.life
         if life is None:
             return
         rng = self.rng
         request = SimRequest(
-            request_id=self._name("c", life),
+            request_id=name or self._name("c", life),
             prompt=prompt,
             number=next(self._numbers),
             kv_transfer_params=handoff,
             must_load=must_load,
             steps_left=rng.randrange(1, 4),
         )
+        if rng.random() < 0.25:
+            request.not_before = self.world.now + rng.random() * (2.0 if must_load else 4.0)
         if not must_load and rng.random() < 0.25:
             request.local_hit_blocks = rng.randrange(prompt.length // BLOCK_SIZE + 1)
         if self.scenario.has(Fault.ABORTS):
             if rng.random() < 0.1:
                 request.abort_immediately = True
             elif rng.random() < 0.5:
-                self.world.after(rng.random() * rng.choice([0.02, 0.2, 1.0]), self._abort, consumer, request)
+                self.world.after(rng.random() * rng.choice([0.004, 0.02, 0.2, 1.0]), self._abort, consumer, request)
         life.scheduler.add(request)
 
+    def _overtake(self, first: tuple[Params, Prompt], second: tuple[Params, Prompt]) -> None:
+        """A client gives up while its lease is being claimed, and the next one has the same request id."""
+        consumer = self.rng.choice(self.sim.consumers)
+        if consumer.life is None:
+            return
+        name = f"c-{next(self._numbers)}"
+        self._ask(consumer, copy.deepcopy(first[0]), first[1], False, name)
+        request = consumer.life.scheduler.requests.get(name)
+        if request is not None:
+            gone_s = self.rng.random() * 0.03
+            self.world.after(gone_s, self._abort, consumer, request)
+            self.world.after(gone_s + 1e-6, self._ask, consumer, copy.deepcopy(second[0]), second[1], False, name)
+
     def _abort(self, consumer: Engine, request: SimRequest) -> None:
-        if consumer.life is not None:
-            consumer.life.scheduler.abort(request)
+        if consumer.life is None:
+            return
+        consumer.life.scheduler.abort(request)
+        if self.scenario.has(Fault.IDS) and self.rng.random() < 0.5:  # the next one of that name comes at once
+            handoff, prompt = self.rng.choice(self.seen)
+            again = request.request_id
+            self.world.after(
+                self.rng.random() * 0.01, self._ask, consumer, copy.deepcopy(handoff), prompt, False, again
+            )
 
     # What a router should not do
 

@@ -34,6 +34,10 @@ class StepOutput:
     kv_connector_worker_meta: WorkerReport | None = None
 
 
+NOTHING = StepOutput()
+"""What a rank without news reports."""
+
+
 class Aggregator:
     """Joins the ranks' reports as vLLM does: an id is finished when as many reports as ranks were seen."""
 
@@ -46,6 +50,8 @@ class Aggregator:
     def join(self, outputs: list[StepOutput]) -> StepOutput:
         joined = StepOutput()
         for output in outputs:
+            if output is NOTHING:
+                continue
             self._count(output.finished_sending, self._send, joined.finished_sending)
             self._count(output.finished_recving, self._recv, joined.finished_recving)
             self._failed |= output.failed_recving
@@ -80,6 +86,7 @@ class ModelScheduler:
         self._failed_recving: set[str] = set()
         self._aggregator = Aggregator(life.engine.ranks)
         self._in_step = False
+        self.is_closed = False
         self.actor = Actor(life.core, "scheduler", self._turn)
 
     @property
@@ -96,7 +103,7 @@ class ModelScheduler:
 
     def add(self, request: SimRequest) -> bool:
         """A request arrived. False if one of its id is still here: vLLM's front end would refuse it."""
-        if request.request_id in self.requests:
+        if self.is_closed or request.request_id in self.requests:
             return False
         self.world.tell(self.life.name, "request %s (number %s) arrives: %s", request.request_id, request.number,
                         str(request.prompt))  # fmt: skip
@@ -110,13 +117,14 @@ class ModelScheduler:
 
     def abort(self, request: SimRequest) -> None:
         """The client has gone."""
-        if self.requests.get(request.request_id) is request and not request.status.is_finished:
+        if self.requests.get(request.request_id) is request and not request.status.is_finished and not self.is_closed:
             self._finish(request, Status.FINISHED_ABORTED)
             self.news()
 
     def reset(self) -> None:
         """``reset_prefix_cache`` reached the connector."""
         self.world.tell(self.life.name, "resets its cache")
+        self.life.may_forget = True
         if self.life.producer is not None:
             self.life.producer.revoke_all()
         self.life.consumer.reset()
@@ -126,6 +134,8 @@ class ModelScheduler:
 
     def _turn(self) -> float | None:
         clock = self.life.core.clock
+        if self.is_closed:
+            return None
         if not self._in_step:
             self._schedule()
             self.life.take_orders(self._orders())
@@ -149,7 +159,8 @@ class ModelScheduler:
     def _schedule(self) -> None:
         for request in self.waiting:
             self._promote(request)
-        for request in [request for request in self.waiting if request.status is Status.WAITING]:
+        now = self.world.now
+        for request in [one for one in self.waiting if one.status is Status.WAITING and one.not_before <= now]:
             if not self._admit(request):
                 self._make_room(request)
                 break

@@ -17,6 +17,8 @@ from math import inf
 from typing import Any
 
 STORY_LINES = 400
+TURNS_MAX = 20_000
+"""Many times what any seed takes: a thread that never sleeps is a fault, too."""
 
 
 class World:
@@ -32,6 +34,7 @@ class World:
         self.story: deque[tuple[float, str, str, tuple[Any, ...]]] = deque(maxlen=None if keep_all else STORY_LINES)
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
+        self._turns = 0
 
     def at(self, at: float, happen: Callable[..., None], *args: Any) -> None:
         """Let ``happen(*args)`` be called at ``at``."""
@@ -58,6 +61,10 @@ class World:
         while heap and heap[0][0] <= until and not self.violations:
             self.now, _, happen, args = heapq.heappop(heap)
             happen(*args)
+            self._turns += 1
+            if self._turns == TURNS_MAX:
+                who = getattr(getattr(happen, "__self__", None), "name", "the world")
+                self.violate("L1", f"something spins: {TURNS_MAX} turns were taken; the last was one of {who}")
         if not self.violations:
             self.now = until
 

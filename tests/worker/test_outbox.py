@@ -25,11 +25,34 @@ def test_a_load_may_settle_long_after_its_report() -> None:
     assert outbox.take() == Reports(settled={A})
 
 
-def test_a_load_that_settled_before_its_report_was_taken_was_never_unsettled() -> None:
+def test_a_load_that_settled_before_its_report_was_taken_settles_with_the_next() -> None:
     outbox = Outbox()
     outbox.received(A, FailureCause.PEER_DEAD, unsettled=True)
     outbox.settled(A)
-    assert outbox.take() == Reports(received={A}, failed={A: FailureCause.PEER_DEAD})
+    assert outbox.take() == Reports(received={A}, failed={A: FailureCause.PEER_DEAD}, unsettled={A})
+    assert outbox.take() == Reports(settled={A})
+
+
+def test_the_end_of_an_older_load_of_that_name_does_not_settle_the_new_one() -> None:
+    outbox = Outbox()
+    outbox.received(A, FailureCause.PEER_DEAD, unsettled=True)
+    assert outbox.take().unsettled == {A}
+    outbox.received(A, FailureCause.PEER_DEAD, unsettled=True)
+    outbox.settled(A)  # the first one
+    assert outbox.take() == Reports(received={A}, failed={A: FailureCause.PEER_DEAD}, unsettled={A})
+    outbox.settled(A)
+    assert [outbox.take(), outbox.take(), outbox.take()] == [Reports(settled={A}), Reports(settled={A}), Reports()]
+
+
+def test_two_loads_of_one_name_that_settle_at_once_are_told_of_one_after_the_other() -> None:
+    outbox = Outbox()
+    for _ in range(2):
+        outbox.received(A, FailureCause.PEER_DEAD, unsettled=True)
+        outbox.take()
+    outbox.settled(A)
+    outbox.settled(A)
+    outbox.settled(B)
+    assert [outbox.take(), outbox.take()] == [Reports(settled={A, B}), Reports(settled={A})]
 
 
 def test_numbers_are_those_last_published() -> None:
