@@ -7,7 +7,17 @@ import pytest
 from tests.sim.mutants import MUTANTS
 from tests.sim.runs import MUTANT_SEEDS, hunt
 
-BEGIN_AT = {"repeat refused": 260, "release forgotten": 70, "unknown is over": 120}
+BEGIN_AT = {
+    "no load timeout": 460,
+    "repeat refused": 260,
+    "release forgotten": 70,
+    "released reader returns": 470,
+    "tombstone lost": 55,
+    "deaf lifeline": 125,
+    "grants late": 220,
+    "claim names reused": 700,
+    "unknown is over": 40,
+}
 """A seed shortly before the first one that shows the fault, where that is not among the first few: it saves time only.
 `python -m tests.sim --mutants` prints them.
 """
