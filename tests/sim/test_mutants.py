@@ -15,7 +15,8 @@ BEGIN_AT = {
     "tombstone lost": 55,
     "deaf lifeline": 125,
     "grants late": 220,
-    "claim names reused": 700,
+    "claim names reused": 140,
+    "token ignored": 95,
     "unknown is over": 40,
 }
 """A seed shortly before the first one that shows the fault, where that is not among the first few: it saves time only.
