@@ -41,7 +41,7 @@ class Faults:
             fabric = self.sim.around.fabric
             fabric.refused = rng.choice([0.0, 0.05])
             fabric.failing = rng.choice([0.0, 0.1])
-            fabric.slow, fabric.slow_s = rng.choice([0.0, 0.1, 0.4]), rng.choice([0.5, 6.0])
+            fabric.slow, fabric.slow_s = rng.choice([0.0, 0.2, 0.5]), rng.choice([0.5, 9.0])
             fabric.lost = rng.choice([0.0, 0.1])
             fabric.hangs_when_paused = rng.random() < 0.5
 

@@ -41,14 +41,10 @@ Make = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Mutant:
-    """``patch`` plants the fault while it is entered; ``description`` says what the code does then.
-
-    ``first_seed`` spares the tests the seeds that do not show it.
-    """
+    """``patch`` plants the fault while it is entered; ``description`` says what the code does then."""
 
     description: str
     patch: Callable[[], AbstractContextManager[Any]]
-    first_seed: int = 0
 
 
 MUTANTS: dict[str, Mutant] = {}

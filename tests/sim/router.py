@@ -86,7 +86,7 @@ class Router:
         if handoff is None:
             return
         self.seen.append((handoff, request.prompt))
-        if self.scenario.has(Fault.IDS) and self.scenario.has(Fault.ABORTS) and self.rng.random() < 0.5:
+        if self.scenario.has(Fault.IDS) and self.rng.random() < 0.5:
             if self._withheld is None:
                 self._withheld = (handoff, request.prompt)
             else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tests.sim.mutants import Mutant
 from tests.sim.simulation import Result, run_seed, silence
 
-MUTANT_SEEDS = 600
+MUTANT_SEEDS = 1000
 """How many seeds a planted fault may survive."""
 
 _COLLECT_EVERY = 50

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.sim.story import replay, tell
 
 SEEDS = 2000
 PARTS = 8
+ROOT = Path(__file__).parents[2]
 
 
 def story_of(tally: Tally) -> str:
@@ -50,6 +52,7 @@ def test_the_story_does_not_depend_on_how_strings_are_hashed() -> None:
     told = {
         subprocess.run(
             [sys.executable, "-c", code],
+            cwd=ROOT,
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,
             text=True,
@@ -62,4 +65,4 @@ def test_the_story_does_not_depend_on_how_strings_are_hashed() -> None:
 
 def test_vllm_is_not_needed() -> None:
     code = "import sys, tests.sim.__main__\nassert not [name for name in sys.modules if name.startswith('vllm')]"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
