@@ -20,7 +20,7 @@ from tests.faults.adapters import ADAPTERS, ensure_adapters
 KVLEASE, NIXL = "KVLeaseConnector", "NixlConnector"
 LOG_ROOT = Path(__file__).parents[2] / ".cache" / "faults"
 
-LEASE_S, CLAIM_S, BEAT_S, LIFETIME_S = 8.0, 6.0, 1.0, 40.0
+LEASE_S, CLAIM_S, BEAT_S, LIFETIME_S = 10.0, 8.0, 1.0, 40.0
 LEASES = {
     "lease_duration_s": LEASE_S,
     "lease_extension_s": CLAIM_S,
