@@ -16,7 +16,6 @@ from tests.faults.fleets import KVLEASE
 from tests.faults.rows import COMMITTED, UNCLAIMED, Case, Side, row
 from tests.faults.verdict import POLICY, SERVED
 
-
 NAMES_THE_LEASE = ("remote_host", "remote_port", "remote_request_id", "remote_engine_id")
 
 
