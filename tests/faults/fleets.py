@@ -27,9 +27,9 @@ LEASES = {
     "heartbeat_interval_s": BEAT_S,
     "max_lease_lifetime_s": LIFETIME_S,
     # Longer than by default: a starved machine must not look like a dead peer. Rows wait for events, not for these.
-    "acquire_timeout_s": 5.0,
-    "commit_timeout_s": 10.0,
-    "peer_timeout_s": 4.0,
+    "acquire_timeout_s": 10.0,
+    "commit_timeout_s": 20.0,
+    "peer_timeout_s": 8.0,
     "chunk_bytes": 4 << 20,
 }
 NIXL_LEASES = {"kv_lease_duration": int(LEASE_S)}
