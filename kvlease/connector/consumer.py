@@ -124,14 +124,16 @@ class ConsumerHalf:
         if not wants_load(params):
             return
         load_id = LoadId(request.request_id)
+        is_clean_up = getattr(request, "abort_immediately", False)
         try:
             handoff = parse_handoff(params)
         except HandoffError as error:
-            self.counters[metric_key("refused_input", error.reason)] += 1
-            logger.warning("request %s: refused its handoff: %s", load_id, error)
-            self._loads[load_id] = self._failed(load_id, None, error.cause)
+            if not is_clean_up:  # else of a request that was counted
+                self.counters[metric_key("refused_input", error.reason)] += 1
+                logger.warning("request %s: refused its handoff: %s", load_id, error)
+                self._loads[load_id] = self._failed(load_id, None, error.cause)
             return
-        if getattr(request, "abort_immediately", False):
+        if is_clean_up:
             self._leaser.release_unclaimed(handoff.peer, handoff.lease, handoff.token)
             return
         if handoff.incarnation == self._own_incarnation:

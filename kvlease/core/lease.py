@@ -115,7 +115,8 @@ def next_state(state: LeaseState, event: LeaseEvent) -> LeaseState:
 class Lease:
     """One live lease.
 
-    ``reading`` counts its ``READING`` readers; ``committed_at`` is when the last rank of a reader last committed.
+    ``reading`` counts its ``READING`` readers; ``committed_at`` is when the last rank of a reader last committed;
+    ``is_mistaken``: it was claimed for another prompt, so whoever shows its token need not be whom it is for.
     """
 
     grant: Grant
@@ -124,6 +125,7 @@ class Lease:
     readers: dict[ReaderId, Reader] = field(default_factory=dict)
     reading: int = 0
     committed_at: float | None = None
+    is_mistaken: bool = False
 
     @property
     def token(self) -> LeaseToken:

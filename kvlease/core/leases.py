@@ -169,6 +169,7 @@ class LeaseTable:
         if not isinstance(lease, Lease):
             return self._refuse(request, lease, now)
         if request.digest != lease.grant.digest:
+            lease.is_mistaken = True
             return self._refuse(request, GoneReason.MISMATCH, now)
         reader_id, channel_id = ReaderId(request.reader), ChannelId(request.channel)
         reader = lease.readers.get(reader_id)
@@ -317,11 +318,19 @@ class LeaseTable:
         self._set_alarm(lease, math.inf)
 
     def _release_reader(self, lease: Lease, reader_id: ReaderId, now: float) -> None:
-        """``reader_id`` will not read, even if its ``Acquire`` is still to come."""
+        """``reader_id`` will not read, even if its ``Acquire`` is still to come.
+
+        vLLM lets go of the handoff of every request that ends in an error. Where that error was a claim for another
+        prompt, the lease is still wanted by the request it is for: it ends by its deadline.
+        """
         reader = lease.readers.get(reader_id) or lease.add_reader(reader_id)
-        if reader.state not in _FINAL:
-            self.counters["released"] += 1
-            self._leave(lease, reader_id, ReaderState.RELEASED, now)
+        if reader.state in _FINAL:
+            return
+        self.counters["released"] += 1
+        if lease.state is LeaseState.GRANTED and lease.is_mistaken:
+            reader.state = ReaderState.RELEASED
+            return
+        self._leave(lease, reader_id, ReaderState.RELEASED, now)
 
     def _leave(self, lease: Lease, reader_id: ReaderId, state: ReaderState, now: float) -> None:
         """``reader_id`` keeps ``lease`` alive no longer; the last one to leave ends it or starts its grace."""

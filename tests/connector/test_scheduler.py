@@ -408,6 +408,14 @@ def test_a_request_that_vllm_rejected_gives_its_lease_back(make_site: MakeSite) 
     assert consumer.worker.loads == {}
 
 
+def test_the_clean_up_of_a_request_with_a_bad_handoff_is_not_counted_again(make_site: MakeSite) -> None:
+    consumer = make_site("kv_consumer", policy="fail")
+    consumer.submit("clean-up", [0], {"do_remote_prefill": True, "remote_port": "none"}, abort_immediately=True)
+    consumer.abort("clean-up")
+    consumer.step()
+    assert not {key for key in consumer.stats if key.startswith(("loads|", "refused_input|"))}
+
+
 def test_three_samples_of_one_prompt_share_one_lease(make_site: MakeSite) -> None:
     producer, consumer = make_site("kv_producer"), make_site("kv_consumer")
     tokens = prompt(40)

@@ -186,6 +186,22 @@ def test_another_prompt_is_refused_and_the_right_one_is_still_served(story: Stor
     assert isinstance(story.acquire("c/2"), Granted)
 
 
+def test_what_was_claimed_for_another_prompt_is_not_let_go_by_that_request(story: Story) -> None:
+    story.acquire("c/mistaken", digest=b"another prompt")
+    assert isinstance(story.release("c/clean-up"), Released)
+    assert gone(story.acquire("c/clean-up")) is GoneReason.RELEASED
+    assert isinstance(story.acquire("c/right"), Granted)
+    story.release("c/right")
+    assert story.table.state_of(LeaseId("L")) is None
+
+
+def test_what_was_claimed_for_another_prompt_ends_by_its_deadline(story: Story) -> None:
+    story.acquire("c/mistaken", digest=b"another prompt")
+    story.release("c/mistaken")
+    assert story.after(29.9) == []
+    assert story.after(0.1) == [("L", GoneReason.EXPIRED)]
+
+
 def test_unknown_leases_are_unknown_and_may_be_released(story: Story) -> None:
     assert gone(story.acquire(lease="X")) is GoneReason.UNKNOWN
     assert gone(story.commit(lease="X")) is GoneReason.UNKNOWN

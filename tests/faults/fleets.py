@@ -20,16 +20,16 @@ from tests.faults.adapters import ADAPTERS, ensure_adapters
 KVLEASE, NIXL = "KVLeaseConnector", "NixlConnector"
 LOG_ROOT = Path(__file__).parents[2] / ".cache" / "faults"
 
-LEASE_S, CLAIM_S, BEAT_S, LIFETIME_S = 8.0, 6.0, 1.0, 40.0
+LEASE_S, CLAIM_S, BEAT_S, LIFETIME_S = 10.0, 8.0, 1.0, 40.0
 LEASES = {
     "lease_duration_s": LEASE_S,
     "lease_extension_s": CLAIM_S,
     "heartbeat_interval_s": BEAT_S,
     "max_lease_lifetime_s": LIFETIME_S,
     # Longer than by default: a starved machine must not look like a dead peer. Rows wait for events, not for these.
-    "acquire_timeout_s": 5.0,
-    "commit_timeout_s": 10.0,
-    "peer_timeout_s": 4.0,
+    "acquire_timeout_s": 10.0,
+    "commit_timeout_s": 20.0,
+    "peer_timeout_s": 8.0,
     "chunk_bytes": 4 << 20,
 }
 NIXL_LEASES = {"kv_lease_duration": int(LEASE_S)}

@@ -16,6 +16,8 @@ from tests.faults.fleets import KVLEASE
 from tests.faults.rows import COMMITTED, UNCLAIMED, Case, Side, row
 from tests.faults.verdict import POLICY, SERVED
 
+NAMES_THE_LEASE = ("remote_host", "remote_port", "remote_request_id", "remote_engine_id")
+
 
 def copied(handoff: dict[str, Any]) -> dict[str, Any]:
     """A deep copy."""
@@ -97,14 +99,14 @@ def forged_token(case: Case) -> None:
 
 @row("main", bound_s=UNCLAIMED)
 def truncated(case: Case) -> None:
-    """Each key that names the lease and its producer is missing in turn."""
+    """Four requests at once, and each lacks another of the keys that name the lease and its producer."""
     prompt = case.prompt(140)
     expected = case.reference(prompt)
     handoff = case.handoff(prompt)
     for side in case.sides:
-        for key in ("remote_host", "remote_port", "remote_request_id", "remote_engine_id"):
-            cut = {name: value for name, value in copied(handoff).items() if name != key}
-            side.expect(side.ask(prompt, cut), expected, POLICY)
+        cut = [{name: value for name, value in copied(handoff).items() if name != key} for key in NAMES_THE_LEASE]
+        for answer in together([lambda side=side, params=params: side.ask(prompt, params) for params in cut]):
+            side.expect(answer, expected, POLICY)
 
 
 @row("main", bound_s=UNCLAIMED, connectors=[KVLEASE])
