@@ -45,11 +45,6 @@ class ClientLeftError(Exception):
     """The client closed its connection before it had its answer."""
 
 
-def log_dropped(handoff: Handoff) -> None:
-    """Drop a handoff that no consumer took: its lease ends by itself. A release to the producer would go here."""
-    log.info("handoff %s was not used: its lease ends by itself", handoff_name(handoff))
-
-
 class Exchange:
     """The ASGI endpoint of both completion routes."""
 
@@ -61,7 +56,7 @@ class Exchange:
         metrics: Metrics,
         clock: Callable[[], float],
         prefill_timeout: httpx.Timeout,
-        drop_handoff: Callable[[Handoff], None] = log_dropped,
+        drop_handoff: Callable[[Handoff], None],
     ) -> None:
         self._client = client
         self._producers = producers

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import httpx
 import uvicorn
 from bodies import CHAT, COMPLETIONS, Handoff
-from exchange import Exchange, log_dropped
+from exchange import Exchange
 from flight import cause_of, engine_headers, error_body
 from metrics import Metrics
 from pool import Engine, Pool
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from releases import Releases
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -92,11 +93,12 @@ async def no_such_route(request: Request, _: Exception) -> Response:
 def create_app(
     settings: Settings,
     clock: Callable[[], float] = time.monotonic,
-    drop_handoff: Callable[[Handoff], None] = log_dropped,
+    drop_handoff: Callable[[Handoff], None] | None = None,
 ) -> Starlette:
     """The proxy as an ASGI application.
 
-    `clock` gives seconds, monotonic; `drop_handoff` is told of each handoff that no consumer took.
+    `clock` gives seconds, monotonic; `drop_handoff` is told of each handoff that no consumer took; by default
+    its lease is given back.
     """
     # No connection is used twice: on a fresh one, a connect error proves that nothing was sent.
     client = httpx.AsyncClient(
@@ -108,13 +110,17 @@ def create_app(
     producers, consumers = Pool("producer", settings.producers), Pool("consumer", settings.consumers)
     metrics = Metrics()
     prefill_timeout = httpx.Timeout(settings.prefill_timeout_s, connect=settings.connect_timeout_s)
-    exchange = Exchange(client, producers, consumers, metrics, clock, prefill_timeout, drop_handoff)
+    releases = Releases()
+    exchange = Exchange(client, producers, consumers, metrics, clock, prefill_timeout, drop_handoff or releases)
     views = Views(client, producers, consumers, metrics, clock)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with client:
-            yield
+        try:
+            async with client:
+                yield
+        finally:
+            await releases.close()
 
     return Starlette(
         routes=[
