@@ -1,10 +1,10 @@
 # From a bare clone: `make demo` shows it at work, `make test` checks all of it. Both set everything up first.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sim faults check fix unit
+.PHONY: help setup demo test bench sim faults check fix unit
 
 PYTHON := .venv/bin/python
-CODE := kvlease devtools scripts examples tests
-TYPED := kvlease devtools scripts examples
+CODE := kvlease devtools scripts examples bench tests
+TYPED := kvlease devtools scripts examples bench
 FAST := -m "not engines and not peer"
 # In the order of their cost: what breaks first should be what is cheap.
 TESTS := $(filter-out tests/peer tests/engines tests/__pycache__,$(patsubst %/,%,$(sort $(wildcard tests/*/)))) \
@@ -27,6 +27,9 @@ sim: setup  ## a simulated fleet: planted faults, then 20,000 seeds of faults (t
 
 faults: setup  ## engines killed, frozen, starved and lied to, one table (CONNECTOR=NixlConnector, ROW="swapped ...")
 	@$(PYTHON) -m tests.faults $(ROW) $(if $(CONNECTOR),--connector $(CONNECTOR)) $(if $(JSON),--json $(JSON))
+
+bench: setup  ## against vLLM's own connector, NIXL and memcpy: tables, docs/benchmarks.md and its plots
+	$(PYTHON) -m bench
 
 check: setup  ## lint and types
 	$(PYTHON) -m ruff check $(CODE)

@@ -46,8 +46,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     load_timeout_s_per_gib: SecondsOrZero = 10.0
     tombstone_ttl_s: Seconds = 600.0
     tombstone_max: Positive = 100_000
-    chunk_bytes: Positive = 64 << 20
-    chunk_descriptors: Positive = 8192
+    chunk_bytes: Positive = 16 << 20
+    chunk_descriptors: Positive = 1024
     backends: list[str] = msgspec.field(default_factory=lambda: ["UCX"])
     num_threads: Annotated[int, msgspec.Meta(ge=0)] = 4
     progress_thread: Literal["auto", "on", "off"] = "auto"

@@ -95,11 +95,14 @@ class KVLeaseConnector(KVConnectorBase_V1, SupportsHMA):
         """What the endpoint tells peers about this rank."""
         return self._worker_half.handshake()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Queue this step's orders for the transfer thread, before the model runs; what follows it comes too late."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, KVLeaseMetadata):
+            self._worker_half.take_orders(connector_metadata.orders)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Queue this step's orders for the transfer thread."""
-        metadata = self._get_connector_metadata()
-        if isinstance(metadata, KVLeaseMetadata):
-            self._worker_half.take_orders(metadata.orders)
+        """Nothing to start: pulls began when the orders came."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a load is complete before its request is scheduled."""

@@ -18,14 +18,14 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kvlease.config import Settings
-from kvlease.connector.metrics import metric_key
+from kvlease.connector.metrics import Samples, metric_key
 from kvlease.connector.reports import WorkerReport, reported_by_us
 from kvlease.connector.requests import has_failed, prompt_identity
 from kvlease.core.handoff import Handoff, HandoffError, parse_handoff, wants_load
-from kvlease.core.ids import ChannelId, Incarnation, LeaseId, LeaseToken, LoadId, ReaderId, reader_id
+from kvlease.core.ids import ChannelId, Incarnation, LeaseId, LeaseToken, LoadId, PeerKey, ReaderId, reader_id
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState, next_state
 from kvlease.core.messages import Granted
-from kvlease.core.orders import LoadOrder
+from kvlease.core.orders import NO_ORDERS, LoadOrder, Orders
 from kvlease.net.leaser import AcquireFailed, AcquireGranted, LeaseGone, Leaser
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Load:
     """One request's load, as the scheduler half sees it.
 
     ``claim`` is its name at the leaser and in its reader id. Request ids come again, and what the leaser had to say of
-    an aborted request must not pass for an answer to the next one of that id.
+    an aborted request must not pass for an answer to the next one of that id. ``blocks`` are those it loads, by group.
     """
 
     id: LoadId
@@ -57,7 +57,7 @@ class Load:
     cause: FailureCause | None = None
     granted: Granted | None = None
     start_token: int = 0
-    blocks: list[Any] = field(default_factory=list, repr=False)
+    blocks: Sequence[Sequence[Any]] = field(default=(), repr=False)
     is_logged: bool = False
     is_held: bool = False
 
@@ -108,9 +108,12 @@ class ConsumerHalf:
         self._claim_numbers = count(1)
         self._orders: list[LoadOrder] = []
         self._aborts: list[LoadId] = []
+        self._greet: dict[PeerKey, None] = {}
         self._quarantine: dict[LoadId, Quarantine] = {}
         self._pool: BlockPool | None = None
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()  # they only grow, so their total tells whether they changed
+        self._samples: Samples = {}
+        self._sampled: tuple[int, int, int] | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The pool whose blocks a quarantine takes references on."""
@@ -159,6 +162,7 @@ class ConsumerHalf:
         claim = LoadId(f"{load_id}#{next(self._claim_numbers)}")
         self._loads[load_id] = Load(load_id, handoff, LoadState.ACQUIRING, give_up_at, claim)
         self._leaser.acquire(claim, handoff.peer, handoff.lease, handoff.token, prompt)
+        self._greet[handoff.peer] = None
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``num_computed_tokens`` (block-aligned) to load; None while the claim is under way."""
@@ -192,7 +196,7 @@ class ConsumerHalf:
             self._drop_unread(load)
             return
         first_block = load.start_token // self._block_sizes[0]
-        load.blocks = [block for group in blocks.blocks for block in group[first_block:] if not block.is_null]
+        load.blocks = [group[first_block:] for group in blocks.blocks]
         if load.cause is None:
             load.step(LoadEvent.DISPATCH)
             self._orders.append(self._order(load, blocks, load.start_token + num_external_tokens))
@@ -212,12 +216,14 @@ class ConsumerHalf:
             self._aborts.append(load.id)
         self._leaser.release(load.claim)
 
-    def take_orders(self) -> tuple[list[LoadOrder], list[LoadId]]:
-        """Loads to start and loads to abort, since the last step."""
+    def take_orders(self) -> Orders:
+        """Loads to start, loads to abort and producers to greet, since the last step."""
         self.drain_leaser()
-        orders, self._orders = self._orders, []
-        aborts, self._aborts = self._aborts, []
-        return orders, aborts
+        if not (self._orders or self._aborts or self._greet):
+            return NO_ORDERS
+        orders = Orders(loads=self._orders, aborts=self._aborts, greet=list(self._greet))
+        self._orders, self._aborts, self._greet = [], [], {}
+        return orders
 
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers reported: hold back blocks that may still be written to, drop stale ids, settle the loads."""
@@ -275,15 +281,17 @@ class ConsumerHalf:
         """Whether blocks are held back for reads that have not ended."""
         return bool(self._quarantine)
 
-    def gauges(self) -> dict[str, float]:
-        """The gauges of this half."""
-        return {
-            "loads_in_flight": len(self._loads),
-            "quarantined_blocks": sum(len(held.blocks) for held in self._quarantine.values()),
-        }
+    def samples(self) -> Samples:
+        """The counters and gauges of this half: the same object until something changed."""
+        held_back = sum(len(held.blocks) for held in self._quarantine.values())
+        marks = (self.counters.total(), len(self._loads), held_back)
+        if marks != self._sampled:
+            self._sampled = marks
+            self._samples = {**self.counters, "loads_in_flight": len(self._loads), "quarantined_blocks": held_back}
+        return self._samples
 
-    def leaser_stats(self) -> dict[str, float]:
-        """The leaser thread's counters."""
+    def leaser_samples(self) -> Samples:
+        """The leaser thread's counters, likewise."""
         return self._leaser.stats()
 
     # Claims
@@ -389,9 +397,10 @@ class ConsumerHalf:
         if load.is_held:
             return
         load.is_held = True
-        self._pool.touch(load.blocks)
-        held.blocks += load.blocks
-        logger.warning("request %s: %d blocks held back until their reads have ended", load_id, len(load.blocks))
+        blocks = [block for group in load.blocks for block in group if not block.is_null]
+        self._pool.touch(blocks)
+        held.blocks += blocks
+        logger.warning("request %s: %d blocks held back until their reads have ended", load_id, len(blocks))
 
     def _let_go(self, load_id: LoadId, ranks: int) -> None:
         held = self._quarantine.get(load_id)

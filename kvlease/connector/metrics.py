@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,6 +46,10 @@ METRICS: Final[dict[str, Metric]] = {
     ),
 }
 """Every metric kvlease publishes. Counters appear in ``/metrics`` with ``_total`` appended."""
+
+
+Samples = Mapping[str, float]
+"""Monotonic counters and current gauges by flat key (see :func:`metric_key`), never changed once they are given out."""
 
 
 def metric_key(name: str, *labels: str) -> str:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvlease.config import Settings
-from kvlease.connector.metrics import metric_key
+from kvlease.connector.metrics import Samples, metric_key
 from kvlease.connector.requests import is_served, prompt_identity
 from kvlease.core.handoff import Handoff, emit_handoff, wants_lease
 from kvlease.core.ids import TOKEN_BYTES, EngineId, Incarnation, LeaseId, LeaseToken
 from kvlease.core.leases import LeaseTiming
 from kvlease.net.endpoint import Endpoint, GrantItem, GrantRefusedError
+from kvlease.net.ledger import Snapshot
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -52,6 +54,9 @@ class ProducerHalf:
         self._block_sizes = block_sizes
         self._random_bytes = random_bytes
         self._returning: set[LeaseId] = set()
+        self._samples: Samples = {}
+        self._sampled_numbers: Snapshot | None = None
+        self._sampled_gauges = (0, 0, False)
 
     def grant(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """Lease the KV of a finished request; the handoff to return, or None when there is nothing to hand over.
@@ -128,17 +133,21 @@ class ProducerHalf:
         """The ended leases whose blocks are on their way back to the pool."""
         return self._returning
 
-    def samples(self) -> dict[str, float]:
-        """The endpoint's counters and gauges, under the names of our metrics."""
-        stats = self._endpoint.stats()
-        samples = {_sample_name(name): value for name, value in stats.counters.items() if name != "ended"}
-        ended = stats.counters.get("ended", 0)
-        lost = sum(stats.counters.get(why, 0) for why in _ENDS)
+    def samples(self) -> Samples:
+        """The endpoint's counters and gauges, under the names of our metrics: the same object until they changed."""
+        endpoint, numbers = self._endpoint, self._endpoint.numbers
+        gauges = (endpoint.num_live, int(endpoint.oldest_lease_age_s()), endpoint.is_accepting)
+        if numbers is self._sampled_numbers and gauges == self._sampled_gauges:
+            return self._samples
+        self._sampled_numbers, self._sampled_gauges = numbers, gauges
+        samples = {_sample_name(name): value for name, value in numbers.counters.items() if name != "ended"}
+        ended = numbers.counters.get("ended", 0)
+        lost = sum(numbers.counters.get(why, 0) for why in _ENDS)
         samples[metric_key("lease_ends", "released")] = ended - lost
-        samples["leases_held"] = self._endpoint.num_live
-        samples["oldest_lease_age_seconds"] = float(int(stats.gauges["oldest_lease_age_s"]))
-        samples["tombstones"] = stats.gauges["tombstones"]
-        samples["endpoint_up"] = stats.gauges["accepting"]
+        samples["tombstones"] = numbers.gauges["tombstones"]
+        for name, gauge in zip(("leases_held", "oldest_lease_age_seconds", "endpoint_up"), gauges, strict=True):
+            samples[name] = float(gauge)
+        self._samples = samples
         return samples
 
     def revoke_all(self) -> None:
@@ -162,6 +171,7 @@ def lease_timing(settings: Settings) -> LeaseTiming:
     )
 
 
+@cache
 def _sample_name(counter: str) -> str:
     """The metric that one of the endpoint's counters is a sample of."""
     if counter == "refused_hello":

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm.utils.network_utils import get_ip
@@ -123,11 +124,11 @@ class SchedulerHalf:
 
     def take_orders(self) -> Orders:
         """This step's orders to the workers."""
-        loads, aborts = self._consumer.take_orders()
+        orders = self._consumer.take_orders()
         if self._producer is None:
-            return Orders(loads=loads, aborts=aborts)
-        ended = self._producer.take_ended()
-        return Orders(loads=loads, aborts=aborts, ended=ended, leases_live=self._producer.leases_live)
+            return orders
+        ended, leases_live = self._producer.take_ended(), self._producer.leases_live
+        return replace(orders, ended=ended, leases_live=leases_live) if ended or leases_live else orders
 
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers' reports, before the scheduler acts on them."""
@@ -154,15 +155,11 @@ class SchedulerHalf:
 
     def take_stats(self) -> KVLeaseStats | None:
         """What was counted since the last step, on both sides."""
-        samples: dict[str, float] = {
-            **self._consumer.counters,
-            **self._consumer.gauges(),
-            **self._consumer.leaser_stats(),
-        }
-        if self._producer is not None:
-            for key, value in self._producer.samples().items():
-                samples[key] = samples.get(key, 0) + value
-        return self._stats.take(samples)
+        return self._stats.take(
+            self._consumer.samples(),
+            self._consumer.leaser_samples(),
+            self._producer.samples() if self._producer is not None else {},
+        )
 
     def shutdown(self) -> None:
         """Stop both sides."""

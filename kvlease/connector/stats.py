@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvlease.connector.metrics import METRICS, Metric, is_gauge
+from kvlease.connector.metrics import METRICS, Metric, Samples, is_gauge
 
 _PREFIX: Final = "vllm:kvlease_"
 
@@ -44,20 +44,35 @@ class KVLeaseStats(KVConnectorStats):
 
 
 class StatsDelta:
-    """Turns monotonic counters and current gauges into the batch since the last call."""
+    """Turns the samples of several sources into the batch since the last call.
+
+    It is asked in every engine step: a source that gives the very object it gave the last time has nothing new, and is
+    not looked into.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[str, float] = {}
+        self._last: list[Samples] = []
 
-    def take(self, samples: dict[str, float]) -> KVLeaseStats | None:
-        """The changed part of ``samples`` (flat keys, see :func:`metric_key`), or None when nothing changed."""
-        changed: dict[str, float] = {}
-        for key, value in samples.items():
-            last = self._last.get(key)
-            if value != last and key.partition("|")[0] in METRICS:
-                changed[key] = value if is_gauge(key) else value - (last or 0)
-        self._last.update(samples)
-        return KVLeaseStats(data=changed) if changed else None
+    def take(self, *sources: Samples) -> KVLeaseStats | None:
+        """What changed since the last call, which named as many sources in the same order; None when nothing did.
+
+        A counter that several sources have is the sum of theirs.
+        """
+        batch: dict[str, float] = {}
+        self._last += [{}] * (len(sources) - len(self._last))
+        for index, samples in enumerate(sources):
+            last = self._last[index]
+            if samples is not last:
+                _add_changes(batch, last, samples)
+                self._last[index] = samples
+        return KVLeaseStats(data=batch) if batch else None
+
+
+def _add_changes(batch: dict[str, float], last: Samples, samples: Samples) -> None:
+    for key, value in samples.items():
+        before = last.get(key)
+        if value != before and (metric := METRICS.get(key.partition("|")[0])) is not None:
+            batch[key] = value if metric.is_gauge else batch.get(key, 0) + value - (before or 0)
 
 
 class KVLeasePromMetrics(KVConnectorPromMetrics):

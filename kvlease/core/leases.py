@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import Final
 
 from kvlease.core.ids import ChannelId, Incarnation, LeaseId, ReaderId
@@ -63,7 +63,7 @@ class LeaseTable:
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
         self._timing = timing
-        self._leases: dict[LeaseId, Lease] = {}  # in the order of their grants
+        self._leases: OrderedDict[LeaseId, Lease] = OrderedDict()  # of their grants; the oldest is asked for often
         self._channels: dict[ChannelId, Channel] = {}
         self._tombstones = Tombstones(timing.tombstone_ttl_s, timing.tombstone_max)
         self._alarms: Timers[LeaseId] = Timers()  # when each lease ends, whatever its channels do

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvlease.core.ids import LeaseId, LeaseToken, LoadId, PeerKey, ReaderId
 from kvlease.core.loads import FailureCause
@@ -37,13 +38,19 @@ class LoadOrder:
 @dataclass(frozen=True)
 class Orders:
     """One step's orders. ``leases_live``: how many leases the producer half has out, so that the worker half knows how
-    often NIXL wants to be called (no progress thread spins for it).
+    often NIXL wants to be called (no progress thread spins for it). ``greet``: producers that loads may soon come from,
+    so that hands are shaken while those wait to be scheduled; nothing is owed for it.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
     aborts: list[LoadId] = field(default_factory=list)
     ended: list[LeaseId] = field(default_factory=list)
     leases_live: int = 0
+    greet: list[PeerKey] = field(default_factory=list)
+
+
+NO_ORDERS: Final = Orders()
+"""Those of a step in which there is nothing to say."""
 
 
 @dataclass

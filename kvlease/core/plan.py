@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlease.core.messages import BlockRuns
+from kvlease.core.runs import Ids, expand_runs
 
 PAGES_MAX = 1 << 31
 """Indices are 32 bit in NIXL, so one side may have this many pages over all regions."""
 
-Ids = NDArray[np.int64]
 Indices = NDArray[np.int32]
 
 
@@ -33,11 +33,15 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Pages:
-    """One side's pages: for each region its KV group, page count and page length, in the order both sides share."""
+    """One side's pages: for each region its KV group, page count and page length, in the order both sides share.
+
+    ``with_gaps`` are the regions in which something lies between one page and the next.
+    """
 
     groups: tuple[int, ...]
     num_pages: tuple[int, ...]
     len_bytes: tuple[int, ...]
+    with_gaps: frozenset[int] = frozenset()
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -55,15 +59,18 @@ class Pages:
 
 @dataclass(frozen=True)
 class Limits:
-    """How large one chunk may be. A page larger than ``chunk_bytes`` is a chunk of its own."""
+    """How large one chunk may be. A page larger than ``chunk_bytes`` is a chunk of its own.
+
+    Pages that are contiguous on both sides count as one descriptor, which is what NIXL makes of them.
+    """
 
     chunk_bytes: int
     chunk_descriptors: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Chunk:
-    """One transfer: page ``remote[i]`` there is read into page ``local[i]`` here."""
+    """One transfer: page ``remote[i]`` there is read into page ``local[i]`` here. Not to be changed."""
 
     local: Indices
     remote: Indices
@@ -79,22 +86,18 @@ class Chunk:
 class Plan:
     """The chunks of one load, each made when it is taken: a plan for a million tokens holds no million indices.
 
-    Pages go region by region and in token order within one, so runs that are contiguous on both sides stay neighbours
-    and NIXL merges each into one descriptor.
+    Pages go region by region, and in token order within one, so what is contiguous on both sides stays neighbours,
+    which NIXL merges into one descriptor. A chunk is some whole regions, or a part of one: regions whose pages all fit
+    go together, larger ones are all cut at the same places. It has pages of one length.
     """
 
-    def __init__(self, local: Pages, remote: Pages, pairs: Mapping[int, tuple[Ids, Ids]], limits: Limits) -> None:
-        self.pages_left = sum(len(pairs[group][0]) for group in local.groups)
-        self._local, self._remote = local, remote
-        self._pairs = {
-            group: (ours.astype(np.int32), theirs.astype(np.int32)) for group, (ours, theirs) in pairs.items()
-        }
-        self._limits = limits
-        self._region = 0
-        self._at = 0
+    def __init__(self, local: Pages, remote: Pages, pairs: Mapping[int, Pairs], limits: Limits) -> None:
+        self.pages_left = sum(len(pairs[group].local) for group in local.groups)
+        self._regions = len(local.groups)
+        self._chunks = _chunks(local, remote, pairs, limits)
 
     def __repr__(self) -> str:
-        return f"<Plan pages_left={self.pages_left} region={self._region}/{len(self._local.groups)}>"
+        return f"<Plan pages_left={self.pages_left} regions={self._regions}>"
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -105,32 +108,79 @@ class Plan:
         Raises:
             StopIteration: there is none, as ``pages_left`` says.
         """
-        if not self.pages_left:
-            raise StopIteration
-        ours: list[Indices] = []
-        theirs: list[Indices] = []
-        room_pages, room_bytes, len_bytes = self._limits.chunk_descriptors, self._limits.chunk_bytes, 0
-        while self._region < len(self._local.groups):
-            local, remote = self._pairs[self._local.groups[self._region]]
-            page_bytes = self._local.len_bytes[self._region]
-            left = len(local) - self._at
-            take = max(0, min(left, room_pages, room_bytes // page_bytes))
-            if take == 0 and left and not ours:
-                take = 1
-            if take:
-                stop = self._at + take
-                ours.append(local[self._at : stop] + np.int32(self._local.offsets[self._region]))
-                theirs.append(remote[self._at : stop] + np.int32(self._remote.offsets[self._region]))
-                self._at = stop
-                room_pages -= take
-                room_bytes -= take * page_bytes
-                len_bytes += take * page_bytes
-            if take < left:
-                break
-            self._region, self._at = self._region + 1, 0
-        chunk = Chunk(np.concatenate(ours), np.concatenate(theirs), len_bytes)
-        self.pages_left -= len(chunk)
+        chunk = next(self._chunks)
+        self.pages_left -= len(chunk.local)
         return chunk
+
+
+class Pairs:
+    """The blocks of one KV group that are read: block ``remote[i]`` there into block ``local[i]`` here."""
+
+    def __init__(self, local: Ids, remote: Ids) -> None:
+        self.local, self.remote = local.astype(np.int32), remote.astype(np.int32)
+        breaks = np.flatnonzero((np.diff(self.local) != 1) | (np.diff(self.remote) != 1)) + 1
+        self._runs = np.concatenate(([0], breaks)) if len(local) else breaks
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+    @property
+    def num_runs(self) -> int:
+        """How many stretches are contiguous on both sides: as many descriptors are read for each region."""
+        return len(self._runs)
+
+    def cuts(self, pages_max: int, runs_max: int) -> list[tuple[int, int]]:
+        """Consecutive ``(start, stop)`` of at most so many pages and runs each, every one as long as it may be."""
+        cuts: list[tuple[int, int]] = []
+        start = 0
+        while start < len(self):
+            run = int(np.searchsorted(self._runs, start, side="right")) - 1
+            stop = self._runs[run + runs_max] if run + runs_max < self.num_runs else len(self)
+            stop = min(int(stop), start + pages_max)
+            cuts.append((start, stop))
+            start = stop
+        return cuts
+
+
+def _chunks(local: Pages, remote: Pages, pairs: Mapping[int, Pairs], limits: Limits) -> Iterator[Chunk]:
+    ours, theirs = np.array(local.offsets, dtype=np.int32), np.array(remote.offsets, dtype=np.int32)
+    for (group, page_bytes, has_gaps), regions in _by_kind(local, local.with_gaps | remote.with_gaps).items():
+        pages_max = max(1, limits.chunk_bytes // page_bytes)
+        if has_gaps:
+            pages_max = min(pages_max, limits.chunk_descriptors)
+        if len(pairs[group]):
+            cut = _cut_regions(pairs[group], ours[regions], theirs[regions], pages_max, limits.chunk_descriptors)
+            yield from (Chunk(here, there, len(here) * page_bytes) for here, there in cut)
+
+
+def _by_kind(pages: Pages, with_gaps: frozenset[int]) -> dict[tuple[int, int, bool], list[int]]:
+    """The regions of each KV group and page length, without and with gaps, in order."""
+    found: dict[tuple[int, int, bool], list[int]] = {}
+    for region, (group, page_bytes) in enumerate(zip(pages.groups, pages.len_bytes, strict=True)):
+        found.setdefault((group, page_bytes, region in with_gaps), []).append(region)
+    return found
+
+
+def _cut_regions(
+    pair: Pairs, ours: Indices, theirs: Indices, pages_max: int, runs_max: int
+) -> Iterator[tuple[Indices, Indices]]:
+    """The chunks of regions that are alike; ``ours`` and ``theirs`` are the indices of their first pages."""
+    together = min(pages_max // len(pair), runs_max // pair.num_runs)
+    if together > 0:
+        for at in range(0, len(ours), together):
+            part = slice(at, at + together)
+            yield _spread(ours[part], pair.local), _spread(theirs[part], pair.remote)
+        return
+    cuts = pair.cuts(pages_max, runs_max)
+    for our_first, their_first in zip(ours, theirs, strict=True):
+        local, remote = pair.local + our_first, pair.remote + their_first
+        for start, stop in cuts:
+            yield local[start:stop], remote[start:stop]
+
+
+def _spread(first_pages: Indices, blocks: Indices) -> Indices:
+    """The pages of ``blocks`` in regions that begin at ``first_pages``, region by region."""
+    return (first_pages[:, np.newaxis] + blocks).reshape(-1)
 
 
 def check_pair(local: Pages, remote: Pages) -> None:
@@ -184,7 +234,7 @@ def plan(
     if not 0 <= start_token <= end_token:
         raise PlanError(f"[{start_token}, {end_token}) is no range of tokens")
     check_pair(local, remote)
-    pairs: dict[int, tuple[Ids, Ids]] = {}
+    pairs: dict[int, Pairs] = {}
     for group in sorted(set(local.groups)):
         if not group < min(len(block_sizes), len(local_blocks), len(remote_blocks)):
             raise PlanError(f"KV group {group} has regions, but no block list on one side")
@@ -193,7 +243,10 @@ def plan(
         if start_token == end_token:
             last = first
         ours = _cut(local_blocks[group], first, last, group)
-        theirs = _expand(remote_blocks[group], first, last, remote.block_limit(group), group)
+        try:
+            theirs = expand_runs(remote_blocks[group], first, last, remote.block_limit(group))
+        except ValueError as error:
+            raise PlanError(f"KV group {group}: of the producer's blocks: {error}") from error
         pairs[group] = _checked(ours, theirs, local.block_limit(group), null_block, group)
     return Plan(local, remote, pairs, limits)
 
@@ -211,30 +264,7 @@ def _cut(blocks: Sequence[int], first: int, last: int, group: int) -> Ids:
     return np.asarray(blocks[first:last], dtype=np.int64)
 
 
-def _expand(runs: BlockRuns, first: int, last: int, limit: int, group: int) -> Ids:
-    """The producer's blocks of the range, from its runs. Runs are checked before anything of their length is made."""
-    if first == last:
-        return np.empty(0, dtype=np.int64)
-    try:
-        table = np.asarray(runs, dtype=np.int64).reshape(-1, 2)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise PlanError(f"KV group {group}: the producer's block runs are no pairs of numbers") from error
-    starts, counts = table[:, 0], table[:, 1]
-    if len(table) and (starts.min() < 0 or counts.min() < 1 or counts.max() > limit or starts.max() >= limit):
-        raise PlanError(f"KV group {group}: a block run of the producer lies outside its {limit} blocks")
-    if len(table) and (starts + counts).max() > limit:
-        raise PlanError(f"KV group {group}: a block run of the producer ends behind its {limit} blocks")
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(table) else 0
-    if total < last:
-        raise PlanError(f"KV group {group}: {last} blocks are needed from the producer, it granted {total}")
-    position = np.arange(first, last, dtype=np.int64)
-    run = np.searchsorted(ends, position, side="right")
-    blocks: Ids = starts[run] + position - (ends[run] - counts[run])
-    return blocks
-
-
-def _checked(ours: Ids, theirs: Ids, limit: int, null_block: int | None, group: int) -> tuple[Ids, Ids]:
+def _checked(ours: Ids, theirs: Ids, limit: int, null_block: int | None, group: int) -> Pairs:
     """The pairs worth reading, after the checks that are left."""
     if null_block is not None:
         kept = ours != null_block
@@ -243,4 +273,4 @@ def _checked(ours: Ids, theirs: Ids, limit: int, null_block: int | None, group: 
             raise PlanError(f"KV group {group}: the producer no longer holds a block that is needed")
     if len(ours) and (ours.min() < 0 or ours.max() >= limit):
         raise PlanError(f"KV group {group}: a block of ours lies outside our {limit} blocks")
-    return ours, theirs
+    return Pairs(ours, theirs)

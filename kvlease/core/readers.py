@@ -13,6 +13,7 @@ commit: the lease has not ended since it was acquired, so its bytes are as good 
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvlease.core.ids import ChannelId, LeaseId, ReaderId
@@ -64,7 +65,7 @@ class Channel:
     generation: int | None = None
     listing: bool = False
     held: dict[ReaderId, LeaseId] = field(default_factory=dict)
-    unlisted: dict[ReaderId, float] = field(default_factory=dict)
+    unlisted: OrderedDict[ReaderId, float] = field(default_factory=OrderedDict)
     gone: dict[ReaderId, GoneReason] = field(default_factory=dict)
 
     def step(self, request: Renew) -> RenewStep:

@@ -6,15 +6,13 @@ An allocator hands out mostly consecutive blocks, so runs are what travels: a mi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvlease.core.messages import BlockRuns
 
-BLOCKS_MAX: Final = 1 << 24
-"""How many blocks one group of one request may have: what bounds the memory a peer's runs can ask for."""
+Ids = npt.NDArray[np.int64]
 
 
 def block_runs(block_ids: Sequence[int]) -> BlockRuns:
@@ -27,23 +25,40 @@ def block_runs(block_ids: Sequence[int]) -> BlockRuns:
     return list(zip(ids[starts].tolist(), lengths.tolist(), strict=True))
 
 
-def expand_runs(runs: BlockRuns, max_blocks: int = BLOCKS_MAX) -> npt.NDArray[np.int64]:
-    """The block ids that ``runs`` stand for, in order.
+def expand_runs(runs: BlockRuns, first: int, last: int, limit: int) -> Ids:
+    """The ``[first, last)``-th of the blocks that ``runs`` stand for, in order.
+
+    A peer makes up ``runs``: all are checked, and however many blocks they claim, only those asked for are made.
 
     Raises:
-        ValueError: a block below 0 or from 2**31 on, an empty run, or more than ``max_blocks`` in all.
+        ValueError: what are no pairs of integers, an empty run, a block that is not in ``[0, limit)``, or fewer than
+            ``last`` blocks in all.
     """
-    if not runs:
-        return np.empty(0, dtype=np.int64)
-    try:
-        firsts, lengths = np.asarray(runs, dtype=np.int64).reshape(-1, 2).T
-    except (OverflowError, TypeError) as error:
-        raise ValueError(f"block runs that are no pairs of integers: {error}") from error
-    if firsts.min() < 0 or firsts.max() >= 1 << 31 or lengths.min() < 1 or lengths.max() > max_blocks:
-        raise ValueError("block runs outside the range of block numbers")
-    total = int(lengths.sum())
-    if total > max_blocks:
-        raise ValueError(f"block runs of {total} blocks; at most {max_blocks} are accepted")
-    positions = np.cumsum(lengths) - lengths
-    blocks: npt.NDArray[np.int64] = np.arange(total, dtype=np.int64) + np.repeat(firsts - positions, lengths)
+    firsts, lengths = _table(runs)
+    if firsts.size and (firsts.min() < 0 or lengths.min() < 1 or firsts.max() >= limit or lengths.max() > limit):
+        raise ValueError(f"a block run lies outside its {limit} blocks")
+    if firsts.size and int((firsts + lengths).max()) > limit:
+        raise ValueError(f"a block run ends behind its {limit} blocks")
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if ends.size else 0
+    if total < last:
+        raise ValueError(f"{last} blocks are needed, the runs have {total}")
+    begin, end = np.searchsorted(ends, (first, last - 1), side="right") if first < last else (0, -1)
+    needed = slice(int(begin), int(end) + 1)
+    from_block = firsts[needed] - (ends[needed] - lengths[needed])
+    counts = np.minimum(ends[needed], last) - np.maximum(ends[needed] - lengths[needed], first)
+    blocks: Ids = np.repeat(from_block, counts)
+    blocks += np.arange(first, last, dtype=np.int64)
     return blocks
+
+
+def _table(runs: BlockRuns) -> tuple[Ids, Ids]:
+    if not runs:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    try:
+        table = np.asarray(runs, dtype=np.int64)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise ValueError("block runs that are no pairs of integers") from error
+    if table.ndim != 2 or table.shape[1] != 2:
+        raise ValueError("block runs that are no pairs of integers")
+    return table[:, 0], table[:, 1]

@@ -6,6 +6,7 @@ although the lease has ended since. The memory is bounded in age and in number; 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -30,7 +31,9 @@ class Tombstones:
     def __init__(self, ttl_s: float, max_count: int) -> None:
         self._ttl_s = ttl_s
         self._max_count = max_count
-        self._stones: dict[LeaseId, Tombstone] = {}  # in the order in which the leases ended
+        # In the order in which the leases ended. A dict whose first entries were deleted looks for the next one anew
+        # each time, past all of their places; an OrderedDict knows it.
+        self._stones: OrderedDict[LeaseId, Tombstone] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._stones)
@@ -43,7 +46,7 @@ class Tombstones:
         """Remember ``lease``, which has no tombstone yet, and forget the oldest if they are too many."""
         self._stones[lease] = stone
         if len(self._stones) > self._max_count:
-            del self._stones[next(iter(self._stones))]
+            self._stones.popitem(last=False)
 
     def forget(self, lease: LeaseId) -> None:
         """Drop the tombstone of ``lease``: its name is used again."""
@@ -52,7 +55,7 @@ class Tombstones:
     def expire(self, now: float) -> None:
         """Forget what ended ``ttl_s`` ago or earlier."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:
-            del self._stones[next(iter(self._stones))]
+            self._stones.popitem(last=False)
 
     def next_deadline(self) -> float | None:
         """When the oldest tombstone is to be forgotten."""

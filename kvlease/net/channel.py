@@ -163,6 +163,10 @@ class Channel:
         """Let :meth:`poll` return, now or the next time it waits. From any thread, at any time."""
         self._sockets.wake()
 
+    def num_counted(self) -> int:
+        """How much was counted since the start: counters only grow, so an equal number means equal counters."""
+        return self._counters.total()
+
     def counters(self) -> Counter[str]:
         """What was counted since the start. From any thread."""
         return Counter(dict(self._counters))

@@ -17,7 +17,7 @@ from kvlease.core.greeting import Site
 from kvlease.core.ids import Incarnation
 from kvlease.core.leases import Ended, LeaseTiming
 from kvlease.core.messages import RankInfo
-from kvlease.net.ledger import GrantItem, GrantRefusedError, Ledger, RevokeAll, Watch
+from kvlease.net.ledger import GrantItem, GrantRefusedError, Ledger, RevokeAll, Snapshot, Watch
 from kvlease.net.lifeline import LifelineAddress, connect
 from kvlease.net.loop import Loop
 from kvlease.net.router import EndpointError, Router
@@ -126,14 +126,28 @@ class Endpoint:
         self._wake()
         self._drop_orders_if_stopped()
 
+    @property
+    def numbers(self) -> Snapshot:
+        """The numbers as the endpoint last published them: the same object until something happened to it."""
+        return self._ledger.snapshot
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether grants are accepted."""
+        return self._ledger.is_open
+
+    def oldest_lease_age_s(self) -> float:
+        """The age of the oldest live lease; 0 without any."""
+        born = self._ledger.snapshot.oldest_granted_at
+        return 0.0 if born is None else max(0.0, self._clock() - born)
+
     def stats(self) -> EndpointStats:
         """Counters and gauges, all of one moment."""
         snapshot = self._ledger.snapshot
-        born = snapshot.oldest_granted_at
         gauges = {
             "alive": float(self.is_alive),
-            "accepting": float(self._ledger.is_open),
-            "oldest_lease_age_s": 0.0 if born is None else max(0.0, self._clock() - born),
+            "accepting": float(self.is_accepting),
+            "oldest_lease_age_s": self.oldest_lease_age_s(),
         }
         return EndpointStats(dict(snapshot.counters), {**snapshot.gauges, **gauges})
 

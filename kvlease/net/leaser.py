@@ -59,6 +59,8 @@ class Leaser:
         self._results: deque[Result] = deque()
         self.claims = Claims(channel, settings, self._channel, clock, self._results.append)
         self._counters: Counter[str] = Counter()
+        self._stats: dict[str, float] = {}
+        self._stats_total = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvlease-leaser", daemon=True)
 
@@ -95,11 +97,15 @@ class Leaser:
         return results
 
     def stats(self) -> dict[str, float]:
-        """What was counted since the start, as ``channel_events|<kind>``."""
-        counted = self._channel.counters()
-        for counters in (self.claims.counters, self._counters):
-            counted.update(dict(counters))
-        return {f"channel_events|{kind}": float(number) for kind, number in counted.items()}
+        """What was counted since the start, as ``channel_events|<kind>``: the same object until something was."""
+        total = self._channel.num_counted() + self.claims.counters.total() + self._counters.total()
+        if total != self._stats_total:
+            counted = self._channel.counters()
+            for counters in (self.claims.counters, self._counters):
+                counted.update(dict(counters))
+            self._stats = {f"channel_events|{kind}": float(number) for kind, number in counted.items()}
+            self._stats_total = total
+        return self._stats
 
     def close(self) -> None:
         """Release what is held, as far as that goes within :data:`CLOSE_S`, and end the thread. Idempotent."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import socket
-import threading
 from typing import Any, Final
 
 import zmq
 
 from kvlease.core.messages import REQUEST_BYTES_MAX
 from kvlease.net.resolve import look_up, numeric_host, zmq_address
+from kvlease.net.wake import Waker
 
 _HIGH_WATER: Final = 1024
 """How many messages wait in each direction for each peer; beyond it replies are dropped and clients ask again."""
@@ -48,18 +46,14 @@ class Router:
             self._context.destroy(linger=0)
             raise EndpointError(_bind_failure(host, port, error)) from error
         self.port = int(str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])
-        self._wake_lock = threading.Lock()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
+        self._waker = Waker()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake_out.fileno(), zmq.POLLIN)
+        self._poller.register(self._waker.fd, zmq.POLLIN)
 
     def wake(self) -> None:
         """Let a running or the next :meth:`poll` return at once. Callable from any thread, at any time."""
-        with self._wake_lock, contextlib.suppress(OSError):  # enough wakes are waiting already, or all is closed
-            self._wake_in.send(b"\0")
+        self._waker.wake()
 
     def watch(self, fd: int) -> None:
         """Let :meth:`poll` report ``fd`` when it is readable."""
@@ -77,10 +71,9 @@ class Router:
         """
         timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
         ready = [item for item, _ in self._poller.poll(timeout_ms)]
-        wake_fd = self._wake_out.fileno()
-        if wake_fd in ready:
-            self._drain_wakes()
-        return [item for item in ready if isinstance(item, int) and item != wake_fd]
+        if self._waker.fd in ready:
+            self._waker.clear()
+        return [item for item in ready if isinstance(item, int) and item != self._waker.fd]
 
     def try_receive(self) -> list[Any] | None:
         """The frames of the next message, the peer's routing id first; None when there is none."""
@@ -100,15 +93,8 @@ class Router:
 
     def close(self) -> None:
         """Stop listening, at once; replies on their way may be lost."""
-        with self._wake_lock:  # or a wake could write into whatever gets the descriptor next
-            self._wake_in.close()
-        self._wake_out.close()
+        self._waker.close()
         self._context.destroy(linger=0)
-
-    def _drain_wakes(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_out.recv(4096):
-                pass
 
 
 def peer_address(frames: list[Any]) -> str:

@@ -8,15 +8,14 @@ are to be received from until there is nothing left.
 
 from __future__ import annotations
 
-import contextlib
 import select
-import socket
 from typing import Any, Final
 
 import zmq
 
 from kvlease.core.ids import PeerKey
 from kvlease.core.messages import REPLY_BYTES_MAX
+from kvlease.net.wake import Waker
 
 BATCH_MAX: Final = 64
 """How many frames one socket may deliver at a time, so that a flood from one peer delays nobody else."""
@@ -38,11 +37,9 @@ class Sockets:
         self._keys: dict[int, PeerKey] = {}
         self._unchecked: set[PeerKey] = set()
         self._stirred: dict[PeerKey, None] = {}
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
+        self._waker = Waker()
         self._epoll = select.epoll()
-        self._epoll.register(self._wake_out.fileno(), select.EPOLLIN)
+        self._epoll.register(self._waker.fd, select.EPOLLIN)
 
     def __contains__(self, key: PeerKey) -> bool:
         return key in self._sockets
@@ -98,9 +95,8 @@ class Sockets:
                 self._stirred[key] = None
         self._unchecked.clear()
         for fd, _ in self._epoll.poll(0.0 if self._stirred else max(0.0, timeout_s)):
-            if fd == self._wake_out.fileno():
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_out.recv(4096)
+            if fd == self._waker.fd:
+                self._waker.clear()
             else:
                 self._stirred[self._keys[fd]] = None
 
@@ -121,8 +117,7 @@ class Sockets:
 
     def wake(self) -> None:
         """Let :meth:`wait` return, now or the next time. From any thread, at any time."""
-        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: nobody sleeps there any more
-            self._wake_in.send(b"\0")
+        self._waker.wake()
 
     def close(self) -> None:
         """Close everything."""
@@ -130,8 +125,7 @@ class Sockets:
             self.shut(key)
         self._context.term()
         self._epoll.close()
-        self._wake_in.close()
-        self._wake_out.close()
+        self._waker.close()
 
 
 def _receive(dealer: Any) -> bytes | None:

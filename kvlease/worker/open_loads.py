@@ -13,7 +13,7 @@ reported when NIXL says that they have ended, because only then does nobody writ
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final
 
@@ -34,10 +34,10 @@ _LINES_MAX: Final = 20
 
 
 class OpenLoads:
-    """See the module. ``reading`` are those in PULLING, in turn; ``counts`` only grow."""
+    """See the module. ``reading`` are those in PULLING, whose turn it is first; ``counts`` only grow."""
 
     def __init__(self, outbox: Outbox) -> None:
-        self.reading: deque[Pull] = deque()
+        self.reading: OrderedDict[Pull, None] = OrderedDict()
         self.counts: Counter[str] = Counter()
         self._outbox = outbox
         self._pulls: dict[LoadId, Pull] = {}  # not reported yet
@@ -150,7 +150,7 @@ class OpenLoads:
         pull.cause = cause
         pull.plan = None
         if was is LoadState.PULLING:
-            self.reading.remove(pull)
+            del self.reading[pull]
         if was is LoadState.COMMITTING:
             pull.source.peer.cancel(pull)
         pull.source.leave(now)

@@ -4,12 +4,14 @@ Everything here happens in one thread, which calls :meth:`Puller.step` and sleep
 is read by another one. A load is reported as received after the producer's ``Committed`` and never otherwise;
 whatever else happens to it, it is reported once, as failed, with the first cause.
 
-One round over the loads posts at most one chunk of each, so a short load never waits behind a long one, and the
-thread is never away from its peers for longer than one chunk takes to post.
+Loads take turns, a chunk each, so a short load never waits behind a long one; a producer has a bounded number of bytes
+under way, so what is posted next is not long in the queue; and the thread is away from its peers and its orders for as
+long as :data:`POST_BUDGET_S` and one chunk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,11 +33,19 @@ from kvlease.worker.sources import Identity, Link, Source, SourceError
 
 logger = logging.getLogger(__name__)
 
-READS_MAX: Final = 16
-"""Chunks of one producer's open loads that may be posted at once: a frozen producer takes no room from the others."""
+CHUNKS_AHEAD: Final = 8
+"""A producer has as many bytes under way as that many chunks may have. Counted for each: a frozen producer takes no
+room from the others.
+"""
 
-POST_BUDGET_S: Final = 0.004
-"""A round of posting is cut short after this: where posting copies, peers want to be heard meanwhile."""
+EARLY_MAX: Final = 64
+"""Greetings under way beyond which none is begun without a load that needs it: a handoff may name anybody."""
+
+READS_MAX: Final = 64
+"""Chunks of one producer that may be posted at once, however small."""
+
+POST_BUDGET_S: Final = 0.002
+"""Posting is cut short after this: where posting copies, peers and orders want to be heard meanwhile."""
 
 _SWEEP_S: Final = 0.05
 
@@ -73,11 +83,14 @@ class Puller:
         self._identity, self._settings, self._agent, self._link = identity, settings, agent, link
         self._local, self._clock = local, clock
         self._limits = Limits(settings.chunk_bytes, settings.chunk_descriptors)
+        self._bytes_ahead = CHUNKS_AHEAD * settings.chunk_bytes
         self._loads = OpenLoads(outbox)
         self._sources: dict[PeerKey, Source] = {}
         self._counts: Counter[str] = Counter()
         self._pull_seconds = 0.0
         self._sweep_at = 0.0
+        self.has_work = False
+        """Whether the last :meth:`step` had no time for something that may be posted."""
 
     def __repr__(self) -> str:
         return f"<Puller {self._loads!r} sources={len(self._sources)}>"
@@ -95,16 +108,10 @@ class Puller:
     @property
     def is_reading(self) -> bool:
         """Whether a load of ours waits for NIXL, so that every microsecond of sleep is one of latency."""
-        return any(pull.posted for pull in self._loads.reading)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether :meth:`step` has something to post right now."""
-        posted = self._posted()
-        return any(pull.may_post and posted[pull.source] < READS_MAX for pull in self._loads.reading)
+        return any(pull.posted for pull in reversed(self._loads.reading))
 
     def take(self, orders: Orders, now: float) -> None:
-        """Begin loads and abort loads; one that fails to begin is reported and disturbs no other."""
+        """Begin loads, abort loads, greet producers; a load that fails to begin is reported and disturbs no other."""
         for order in orders.loads:
             try:
                 self._begin(order, now)
@@ -113,14 +120,21 @@ class Puller:
                 self._loads.give_up(order.load, FailureCause.INTERNAL)
         for load in orders.aborts:
             self._loads.abort(load, now)
+        for key in orders.greet:
+            try:
+                self._greet_early(key, now)
+            except Exception as error:
+                self._loads.crashed(f"greeting {key}", error, now)
 
     def step(self, now: float) -> None:
         """Take what peers said, poll and post reads, and end what is over."""
         for key, event in self._link.take_events():
             self._hear(key, event, now)
-        for pull in [*self._loads.reading]:
+        for pull in [pull for pull in self._loads.reading if pull.posted]:
             self._loads.guard(pull, self._poll, now)
-        self._post_round(now)
+        until = self._clock() + POST_BUDGET_S
+        while self._post_round(now, until):
+            pass
         if now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S
             self._sweep(now)
@@ -172,6 +186,16 @@ class Puller:
             source = self._sources[key] = Source(peer, self._identity, self._agent, self._local.pages, now)
         return source
 
+    def _greet_early(self, key: PeerKey, now: float) -> None:
+        """Shake hands before there is a load. Whatever comes of it, the first load finds out for itself."""
+        source = self._sources.get(key)
+        if source is None and sum(one.is_greeting for one in self._sources.values()) >= EARLY_MAX:
+            return
+        source = source or self._source(key, now)
+        if not source.is_ready:
+            with contextlib.suppress(SourceError):
+                source.greet(now, self._settings.acquire_timeout_s)
+
     def _approach(self, pull: Pull, now: float) -> None:
         """Start to read if hands were shaken, else shake them first."""
         try:
@@ -203,31 +227,27 @@ class Puller:
             raise SourceError(FailureCause.PEER_CONFUSED, str(error)) from error
         pull.happen(LoadEvent.DISPATCH)
         pull.since = self._clock()
-        self._loads.reading.append(pull)
+        self._loads.reading[pull] = None
         self._commit_if_read(pull, now)
 
     # Reading
 
-    def _post_round(self, now: float) -> None:
-        until = self._clock() + POST_BUDGET_S
-        posted = self._posted()
-        for _ in range(len(self._loads.reading)):
-            if not self._loads.reading:
-                return
-            pull = self._loads.reading[0]
-            self._loads.reading.rotate(-1)
-            if pull.may_post and posted[pull.source] < READS_MAX:
-                posted[pull.source] += 1
-                self._loads.guard(pull, self._post, now)
-                if self._clock() >= until:
-                    return
+    def _post_round(self, now: float, until: float) -> bool:
+        """Post one chunk of each load that may; whether it was worth another round. Who posted goes to the end."""
+        has_posted = self.has_work = False
+        for pull in [*self._loads.reading]:
+            if not pull.may_post or not self._has_room(pull.source):
+                continue
+            self._loads.reading.move_to_end(pull)
+            self._loads.guard(pull, self._post, now)
+            has_posted = True
+            if self._clock() >= until:
+                self.has_work = True
+                return False
+        return has_posted
 
-    def _posted(self) -> Counter[Source]:
-        """How many chunks of each producer's open loads are posted."""
-        posted: Counter[Source] = Counter()
-        for pull in self._loads.reading:
-            posted[pull.source] += len(pull.posted)
-        return posted
+    def _has_room(self, source: Source) -> bool:
+        return source.busy_reads < READS_MAX and source.busy_bytes < self._bytes_ahead
 
     def _post(self, pull: Pull, now: float) -> None:
         try:
@@ -256,7 +276,7 @@ class Puller:
     def _commit_if_read(self, pull: Pull, now: float) -> None:
         if not pull.is_read:
             return
-        self._loads.reading.remove(pull)
+        del self._loads.reading[pull]
         pull.happen(LoadEvent.READ)
         self._pull_seconds += self._clock() - pull.since
         order, identity = pull.order, self._identity

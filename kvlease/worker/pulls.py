@@ -16,8 +16,8 @@ from kvlease.core.plan import Chunk, Plan
 from kvlease.worker.agent import Agent, AgentError, ReadState
 from kvlease.worker.sources import Source
 
-READS_PER_PULL = 2
-"""Chunks of one load that may be posted at once: one is read while the next is already queued."""
+READS_PER_PULL = 4
+"""Chunks of one load that may be posted at once: the transport has the next one before we hear of the last."""
 
 
 @dataclass
@@ -88,6 +88,7 @@ class Pull:
         read = agent.post(local, chunk.local, remote.prepared, chunk.remote)
         self.posted.append(_Posted(read, chunk.len_bytes))
         self.source.busy_reads += 1
+        self.source.busy_bytes += chunk.len_bytes
         return chunk
 
     def poll(self, agent: Agent) -> PulledBytes:
@@ -104,6 +105,7 @@ class Pull:
                 still.append(posted)
                 continue
             self.source.busy_reads -= 1
+            self.source.busy_bytes -= posted.len_bytes
             if state is ReadState.ERROR:
                 found.error = found.error or agent.error(posted.read)
             else:

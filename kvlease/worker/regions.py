@@ -129,6 +129,7 @@ def pages_of(regions: Sequence[Region]) -> Pages:
         tuple(region.group for region in regions),
         tuple(region.num_pages for region in regions),
         tuple(region.len_bytes for region in regions),
+        frozenset(at for at, region in enumerate(regions) if region.stride_bytes > region.len_bytes),
     )
 
 

@@ -93,7 +93,7 @@ class Remote:
 
 @dataclass(eq=False)
 class Source:
-    """One producer's record: ``open_loads`` are not over yet, ``busy_reads`` have not ended."""
+    """One producer's record: ``open_loads`` are not over yet; ``busy_reads``, of ``busy_bytes``, have not ended."""
 
     peer: Peer
     identity: Identity
@@ -105,6 +105,7 @@ class Source:
     is_broken: bool = False
     open_loads: int = 0
     busy_reads: int = 0
+    busy_bytes: int = 0
     _told: set[str] = field(default_factory=set)
 
     def __repr__(self) -> str:

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import torch
+
 from kvlease.config import Settings
 from kvlease.core.loads import FailureCause
 from kvlease.core.messages import RankInfo
@@ -103,7 +105,7 @@ class TransferThread:
             self._outbox.sent(lease)
         has_begun = orders.leases_live > 0 and self._leases_live == 0
         self._leases_live = orders.leases_live
-        if orders.loads or orders.aborts:
+        if orders.loads or orders.aborts or orders.greet:
             if not self.is_alive:
                 self._refuse(orders)
                 return
@@ -153,6 +155,7 @@ class TransferThread:
             logger.exception("the transfer thread could not end cleanly")
 
     def _set_up(self) -> Puller:
+        use_device(self._layout)
         agent = self._agent = self._make_agent()
         agent.register(self._layout.ranges, self._layout.memory)
         prepared = agent.prepare(None, strided_rows(self._layout.regions), self._layout.memory)
@@ -223,6 +226,13 @@ class TransferThread:
     def _refuse(self, orders: Orders) -> None:
         for order in orders.loads:
             self._outbox.received(order.load, FailureCause.SHUTDOWN)
+
+
+def use_device(layout: Layout) -> None:
+    """Make the GPU that holds the KV current in the calling thread: CUDA remembers it by thread, and UCX asks CUDA."""
+    if layout.memory == "VRAM":
+        torch.cuda.set_device(layout.ranges[0].device_id)
+        torch.cuda.synchronize()  # selecting the first GPU is a no-op until something is asked of it
 
 
 def widen_cpus() -> None:

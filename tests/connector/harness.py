@@ -31,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvlease.connector.connector import KVLeaseConnector
 from kvlease.connector.metadata import KVLeaseMetadata, KVLeaseWorkerReport
 from kvlease.connector.metrics import METRICS
+from kvlease.core.ids import PeerKey
 from kvlease.core.orders import LoadOrder, Orders, Reports
 
 BLOCK_SIZE = 16
@@ -49,6 +50,7 @@ class ScriptedWorker:
         self.reports = Reports()
         self.gives_back = True
         self.leases_live = 0
+        self.greeted: list[PeerKey] = []
 
     def take(self, orders: Orders) -> None:
         for order in orders.loads:
@@ -60,6 +62,7 @@ class ScriptedWorker:
         self.aborts += orders.aborts
         self.ended += orders.ended
         self.leases_live = orders.leases_live
+        self.greeted += orders.greet
         if self.gives_back:
             self.reports.sent.update(orders.ended)
 
@@ -91,11 +94,8 @@ class Site:
         engine: dict[str, Any] | None = None,
         **knobs: Any,
     ) -> None:
-        self.config = _engine_config(model, role, policy, knobs, engine or {})
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-        kv_cache = KVCacheConfig(
-            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)]
-        )
+        self.config = engine_config(model, role, policy, knobs, engine)
+        kv_cache = kv_cache_config(num_blocks)
         self.config.cache_config.num_gpu_blocks = num_blocks
         self.scheduler = Scheduler(
             self.config, kv_cache, StructuredOutputManager(self.config), block_size=BLOCK_SIZE, log_stats=True
@@ -222,7 +222,20 @@ def _tiny_model(folder: Path) -> str:
     return str(folder)
 
 
-def _engine_config(model: Path, role: str, policy: str, knobs: dict[str, Any], engine: dict[str, Any]) -> VllmConfig:
+def kv_cache_config(num_blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    return KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)]
+    )
+
+
+def engine_config(
+    model: Path,
+    role: str,
+    policy: str = "recompute",
+    knobs: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+) -> VllmConfig:
     arguments: dict[str, Any] = {
         "model": _tiny_model(model),
         "skip_tokenizer_init": True,
@@ -238,9 +251,15 @@ def _engine_config(model: Path, role: str, policy: str, knobs: dict[str, Any], e
             kv_connector_module_path="kvlease.connector",
             kv_role=role,
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"host": "127.0.0.1", "port": 0, "acquire_timeout_s": PATIENCE_S / 2, **knobs},
+            kv_connector_extra_config={
+                "host": "127.0.0.1",
+                "port": 0,
+                "acquire_timeout_s": PATIENCE_S / 2,
+                **(knobs or {}),
+            },
         ),
     }
-    config = EngineArgs(**{**arguments, **engine}).create_engine_config()
-    config.scheduler_config.async_scheduling = engine.get("async_scheduling", False)  # which vLLM may turn off here
+    config = EngineArgs(**{**arguments, **(engine or {})}).create_engine_config()
+    wants_async = (engine or {}).get("async_scheduling", False)  # which vLLM may turn off here
+    config.scheduler_config.async_scheduling = wants_async
     return config

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from kvlease.connector.metadata import KVLeaseWorkerReport
 from kvlease.core.loads import FailureCause
-from kvlease.core.runs import expand_runs
+from kvlease.core.runs import block_runs
 from tests.connector.harness import BLOCK_SIZE, PATIENCE_S, prompt
 
 if TYPE_CHECKING:
@@ -54,6 +54,29 @@ def test_a_handoff_becomes_one_load_of_the_whole_prompt(make_site: MakeSite, len
     consumer.until(lambda: "d" in consumer.finished)
     assert outcomes(consumer) == {"loads|done|": 1}
     assert consumer.blocks_free == free
+
+
+def test_workers_greet_the_producer_while_the_request_still_waits_for_blocks(make_site: MakeSite) -> None:
+    producer, consumer = make_site("kv_producer"), make_site("kv_consumer", num_blocks=4)
+    handoff = producer.prefill("p", prompt(200))
+    for name in ("d", "e"):
+        consumer.submit(name, prompt(200), handoff)
+    consumer.step()
+    (peer,) = consumer.worker.greeted
+    assert (peer.engine_id, peer.host, peer.port) == (
+        handoff["remote_engine_id"], handoff["remote_host"], handoff["remote_port"],
+    )  # fmt: skip
+    assert consumer.worker.loads == {}
+    consumer.step()
+    assert consumer.worker.greeted == [peer]
+
+
+@pytest.mark.parametrize("handoff", [{"do_remote_prefill": True}, None, {"do_remote_decode": True}])
+def test_nobody_is_greeted_for_what_is_no_handoff(make_site: MakeSite, handoff: dict[str, Any] | None) -> None:
+    consumer = make_site("kv_consumer")
+    consumer.submit("d", prompt(40), handoff)
+    consumer.until(lambda: "d" in consumer.finished)
+    assert consumer.worker.greeted == []
 
 
 def test_leased_blocks_stay_until_every_worker_said_they_are_sent(make_site: MakeSite) -> None:
@@ -234,7 +257,7 @@ def test_an_answer_to_an_aborted_request_is_none_to_the_next_one_of_its_id(make_
     load(consumer, "d", second, handoffs[1])
     order = consumer.worker.loads["d"]
     assert order.lease == "p2"
-    assert [expand_runs(runs).tolist() for runs in order.remote_blocks] == handoffs[1]["remote_block_ids"]
+    assert order.remote_blocks == [block_runs(blocks) for blocks in handoffs[1]["remote_block_ids"]]
 
 
 def test_an_abort_while_the_pull_is_running_keeps_the_blocks_until_the_workers_report(make_site: MakeSite) -> None:

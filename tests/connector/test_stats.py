@@ -28,6 +28,35 @@ def test_counters_come_as_what_was_added_and_gauges_as_they_are() -> None:
     assert second.data == {"grants": 2, "leases_held": 0}
 
 
+class ReadOnce(dict[str, float]):
+    """Samples that may be looked into a single time."""
+
+    was_read = False
+
+    def items(self) -> Any:
+        assert not self.was_read, "samples that did not change were looked into again"
+        self.was_read = True
+        return super().items()
+
+
+def test_a_source_that_gives_the_same_object_again_is_not_looked_into() -> None:
+    delta, quiet = StatsDelta(), ReadOnce(grants=3)
+    assert delta.take(quiet, {"commits": 1}) is not None
+    second = delta.take(quiet, {"commits": 3})
+    assert second is not None
+    assert second.data == {"commits": 2}
+
+
+def test_what_two_sources_count_under_one_name_adds_up() -> None:
+    delta = StatsDelta()
+    first = delta.take({"refused_input|malformed": 2}, {"refused_input|malformed": 5})
+    assert first is not None
+    assert first.data == {"refused_input|malformed": 7}
+    second = delta.take({"refused_input|malformed": 2}, {"refused_input|malformed": 6})
+    assert second is not None
+    assert second.data == {"refused_input|malformed": 1}
+
+
 def test_names_that_are_no_metric_are_left_out() -> None:
     assert StatsDelta().take({"private_number": 1}) is None
 

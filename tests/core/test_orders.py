@@ -6,7 +6,7 @@ import pytest
 
 from kvlease.core.ids import EngineId, Incarnation, LeaseId, LeaseToken, LoadId, PeerKey, ReaderId
 from kvlease.core.loads import FailureCause
-from kvlease.core.orders import LoadOrder, Orders, Reports
+from kvlease.core.orders import NO_ORDERS, LoadOrder, Orders, Reports
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_an_order_shows_what_is_read_and_no_token(doomed: FailureCause | None, e
 def test_a_step_in_which_nothing_happens_orders_and_reports_nothing_of_another_step() -> None:
     Reports().received.add(LoadId("load"))
     assert Reports() == Reports(set(), set(), {}, set(), set())
-    assert Orders() == Orders(loads=[], aborts=[], ended=[], leases_live=0)
+    assert Orders() == Orders(loads=[], aborts=[], ended=[], leases_live=0, greet=[]) == NO_ORDERS

@@ -70,19 +70,19 @@ def hundred_producer_lives(case: Case) -> None:
     """100 lives of a producer process at one address, each pulled from and killed (no vLLM, real NIXL): nothing of the
     consumer grows.
     """
+    from devtools.pair import Consumer, Producer, Shape
     from kvlease.config import Settings
-    from tests.peer.conftest import Consumer, Producer
 
     (side,) = case.sides
     settings = Settings(num_threads=0)
-    shape = (3, 64, 4096)
+    shape = Shape(3, 64, 4096)
     port = free_port()
     consumer = Consumer(settings, shape)
     blocks = {1: 9, 2: 5, 3: 6}
     warm: Mapping[str, float] = {}
     try:
         for life in range(LIVES):
-            producer = Producer(settings, shape, 7, True, 60.0, method="forkserver", port=port)
+            producer = Producer(settings, shape, together=True, method="forkserver", port=port)
             try:
                 load = f"load-{life}"
                 consumer.take(producer.order(load, blocks))
@@ -107,7 +107,7 @@ def hundred_producer_lives(case: Case) -> None:
 
 def _sizes(consumer: object) -> Mapping[str, float]:
     """What could grow, when the consumer has had time to forget the dead."""
-    from tests.peer.conftest import Consumer
+    from devtools.pair import Consumer
 
     assert isinstance(consumer, Consumer)
 

@@ -476,6 +476,16 @@ def test_a_worker_that_cannot_be_reached_stops_the_start(endpoint: Endpoint) -> 
 # What is seen from outside.
 
 
+def test_its_numbers_are_the_same_object_until_something_happened(endpoint: Endpoint, client: Client) -> None:
+    endpoint.grant(item())
+    client.acquire()
+    numbers = endpoint.numbers
+    assert endpoint.numbers is numbers
+    client.commit()
+    assert endpoint.numbers is not numbers
+    assert (numbers.counters.get("committed"), endpoint.numbers.counters["committed"]) == (None, 1)
+
+
 def test_stats_are_flat_and_current_with_the_last_answer(endpoint: Endpoint, client: Client) -> None:
     endpoint.grant(item())
     client.acquire()

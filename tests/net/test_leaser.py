@@ -658,6 +658,15 @@ class Explosive(PromptIdentity):
         raise SystemError("boom")
 
 
+def test_its_numbers_are_the_same_object_until_something_was_counted(story: Story) -> None:
+    before = story.leaser.stats()
+    assert story.leaser.stats() is before
+    story.hold("r")
+    after = story.leaser.stats()
+    assert (before, after["channel_events|acquires"]) == ({}, 1)
+    assert story.leaser.stats() is after
+
+
 def test_an_error_in_one_command_ends_neither_the_thread_nor_the_others(router: Router) -> None:
     leaser = Leaser(CHANNEL, SETTINGS)
     leaser.start()

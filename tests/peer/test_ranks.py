@@ -9,23 +9,28 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from devtools.pair import (
+    BLOCK_SIZE,
+    TOKEN,
+    WAIT_S,
+    Shape,
+    acquire,
+    layout_of,
+    make_caches,
+    make_half,
+    make_order,
+    start_endpoint,
+)
 from kvlease.config import Settings
-from kvlease.core.digest import prompt_digest
-from kvlease.core.ids import EngineId, Incarnation, LeaseId, LoadId, PeerKey, Rank, reader_id
-from kvlease.core.leases import LeaseTiming
-from kvlease.core.messages import Acquire, Granted
+from kvlease.core.ids import EngineId, Incarnation, LeaseId, LoadId, PeerKey
 from kvlease.core.orders import LoadOrder, Orders, Reports
-from kvlease.core.peers import Answered
 from kvlease.core.silence import PeerTiming
 from kvlease.net.channel import Channel
-from kvlease.net.endpoint import Endpoint, GrantItem
-from kvlease.worker.worker import WorkerHalf
-
-from .conftest import BLOCK_SIZE, CHANNEL, FACTORS, TOKEN, WAIT_S, layout_of, make_caches
+from kvlease.net.endpoint import GrantItem
 
 pytestmark = pytest.mark.peer
 
-SHAPE = (3, 32, 4096)
+SHAPE = Shape(3, 32, 4096)
 BLOCKS = {1: 9, 2: 5, 3: 6}
 PROMPT = list(range(BLOCK_SIZE * len(BLOCKS)))
 
@@ -35,18 +40,16 @@ class Rig:
 
     def __init__(self) -> None:
         settings = Settings(num_threads=0)
-        self.theirs = [make_caches(*SHAPE, seed=rank + 1) for rank in range(2)]
-        self.ours = [make_caches(*SHAPE, None) for _ in range(2)]
-        self.producers = [self._half(settings, "producer", rank) for rank in range(2)]
-        self.consumers = [self._half(settings, "consumer", rank) for rank in range(2)]
+        self.theirs = [make_caches(SHAPE, seed=rank + 1) for rank in range(2)]
+        self.ours = [make_caches(SHAPE, None) for _ in range(2)]
+        self.producers = [make_half(settings, "producer", rank, 2) for rank in range(2)]
+        self.consumers = [make_half(settings, "consumer", rank, 2) for rank in range(2)]
         for half, caches in zip(self.producers + self.consumers, self.theirs + self.ours, strict=True):
             half.register(layout_of(caches), [BLOCK_SIZE])
         for half in self.producers:
             half.take_orders(Orders(leases_live=1))
         self.incarnation = Incarnation(os.urandom(16))
-        self.endpoint = Endpoint(self.incarnation, LeaseTiming(60.0, 60.0, 600.0, 0.0, 600.0, 10), "127.0.0.1")
-        self.endpoint.start()
-        self.endpoint.set_ranks([half.rank_info() for half in self.producers], FACTORS, "f", True)
+        self.endpoint = start_endpoint(self.incarnation, [half.rank_info() for half in self.producers])
         self.key = PeerKey(EngineId("producer"), self.incarnation, "127.0.0.1", self.endpoint.port)
         self.channel = Channel(PeerTiming(10.0, 2.5))
 
@@ -56,28 +59,8 @@ class Rig:
         self.endpoint.grant(
             GrantItem(lease, TOKEN, PROMPT, len(PROMPT), None, None, [], [list(BLOCKS.values())]),
         )
-        reader = reader_id(CHANNEL, load)
-        digest = prompt_digest(PROMPT, len(PROMPT), None, None, [])
-        self.channel.peer(self.key).call(
-            "acquire",
-            lambda seq, to: Acquire(
-                seq=seq, to=to, lease=lease, token=TOKEN, reader=reader, channel=CHANNEL, digest=digest
-            ),
-            time.monotonic(),
-            WAIT_S,
-        )
-        granted = self._granted()
-        return LoadOrder(
-            load=load,
-            lease=lease,
-            token=TOKEN,
-            reader=reader,
-            peer=self.key,
-            start_token=0,
-            end_token=len(PROMPT),
-            local_blocks=(list(BLOCKS),),
-            remote_blocks=granted.blocks,
-        )
+        granted = acquire(self.channel, self.key, lease, load, PROMPT)
+        return make_order(self.key, lease, load, granted, list(BLOCKS))
 
     def reports_of(self, rank: int, until: Callable[[Reports], bool]) -> Reports:
         """What one consumer rank reports, until it is enough."""
@@ -97,24 +80,6 @@ class Rig:
         self.endpoint.close()
         for half in self.producers:
             half.shutdown()
-
-    def _half(self, settings: Settings, name: str, rank: int) -> WorkerHalf:
-        return WorkerHalf(
-            settings=settings,
-            engine_id=EngineId(name),
-            rank=Rank(rank),
-            of_ranks=2,
-            factors=FACTORS,
-            fingerprint="f",
-        )
-
-    def _granted(self) -> Granted:
-        while True:
-            self.channel.poll(WAIT_S)
-            for _, event in self.channel.take_events():
-                assert isinstance(event, Answered), event
-                assert isinstance(event.reply, Granted), event
-                return event.reply
 
 
 @pytest.fixture

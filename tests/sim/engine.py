@@ -61,6 +61,8 @@ class Surroundings:
     oracle: Oracle
     settings: Settings
     drift: float
+    is_clear: bool = False
+    """Whether the faults are over: whoever was frozen or cut off is back."""
 
 
 class Engine:
@@ -153,7 +155,7 @@ class RankWorker:
     def take_orders(self, orders: Orders) -> None:
         for lease in orders.ended:
             self.outbox.sent(lease)
-        if orders.loads or orders.aborts:
+        if orders.loads or orders.aborts or orders.greet:
             self._orders.append(orders)
             self.actor.wake_soon()
 
@@ -333,11 +335,15 @@ class Life:
         bound_s = settings.peer_timeout_s + settings.ping_interval_s() + STEPS_S
         for request, source in self.open_loads.items():
             if source is peer:
-                self.world.after(bound_s, self._load_must_be_over, request, "peer_timeout_s")
+                self.world.after(bound_s, self._load_from_the_gone_must_be_over, request, "peer_timeout_s")
 
     def _load_must_be_over(self, request: SimRequest, bound: str) -> None:
         if self.core.alive and not self.is_disturbed and request in self.open_loads:
             self.world.violate("L2", f"load {request.request_id} of {self.name} is still open after {bound}")
+
+    def _load_from_the_gone_must_be_over(self, request: SimRequest, bound: str) -> None:
+        if not self.around.is_clear:  # or the producer may have come back before anybody could know that it was gone
+            self._load_must_be_over(request, bound)
 
     # Endings
 

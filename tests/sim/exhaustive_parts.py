@@ -318,7 +318,7 @@ class WorkerPart(Part):
         quiet = f"{len(pulls)} loads" * bool(pulls) + f" calls {sorted(calls)}" * bool(calls)
         return WorkerFacts(
             calls=calls,
-            can_start=self.puller.has_work,
+            can_start=any(pull.may_post for pull in self.puller._loads.reading),
             busy=tuple(sorted(read.load for read in self.agent.busy)),
             waits_to_report=any(pull.report_at is not None for pull in pulls),
             open=len(pulls),

@@ -156,10 +156,10 @@ class SchedulerPart(Part):
             for request in self.requests.values():
                 if request.where == "waiting":
                     self._schedule(request)
-            new_loads, new_aborts = self.half.take_orders()
-            loads += new_loads
-            aborts += new_aborts
-            busy = bool(new_loads or new_aborts or self.results or any(p._events for p in self.links.peers.values()))
+            new = self.half.take_orders()
+            loads += new.loads
+            aborts += new.aborts
+            busy = bool(new.loads or new.aborts or self.results or any(p._events for p in self.links.peers.values()))
         orders = Orders(loads=loads, aborts=aborts) if loads or aborts else None
         return SchedulerOut(self.links.take_requests(), orders)
 

@@ -78,7 +78,7 @@ def _mutant(name: str, description: str, owner: Any, attribute: str) -> Callable
 def _done_after_reads(real: Any) -> Any:
     def commit_if_read(self: Puller, pull: Pull, now: float) -> None:
         if pull.is_read:
-            self._loads.reading.remove(pull)
+            del self._loads.reading[pull]
             pull.happen(LoadEvent.READ)
             self._loads.committed(pull, now)
 

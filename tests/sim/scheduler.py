@@ -6,7 +6,7 @@ each of its assertions is one that kills an engine (rule S3).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvlease.connector.reports import WorkerReport, keep_sent, reported_by_us
@@ -150,11 +150,10 @@ class ModelScheduler:
         return clock() + (self.world.rng.random() * STEP_S if self.running else IDLE_STEP_S)
 
     def _orders(self) -> Orders:
-        loads, aborts = self.life.consumer.take_orders()
-        producer = self.life.producer
+        orders, producer = self.life.consumer.take_orders(), self.life.producer
         if producer is None:
-            return Orders(loads=loads, aborts=aborts)
-        return Orders(loads=loads, aborts=aborts, ended=producer.take_ended(), leases_live=producer.leases_live)
+            return orders
+        return replace(orders, ended=producer.take_ended(), leases_live=producer.leases_live)
 
     def _schedule(self) -> None:
         for request in self.waiting:

@@ -103,6 +103,7 @@ class Simulation:
 
     def _clear_up(self) -> None:
         self.world.tell("world", "the weather clears")
+        self.around.is_clear = True
         self.around.network.weather.clear_up()
         self.around.fabric.clear_up()
         for life in self.lives():
@@ -119,7 +120,7 @@ class Simulation:
 
     def _leftovers(self, life: Life) -> Iterator[tuple[str, int]]:
         """What must be nothing once every bound has passed."""
-        scheduler, gauges, channel = life.scheduler, life.consumer.gauges(), life.channel
+        scheduler, gauges, channel = life.scheduler, life.consumer.samples(), life.channel
         yield "requests", len(scheduler.requests)
         yield "blocks not in the pool", life.engine.role.num_blocks - 1 - life.memory.num_free
         yield "loads", int(gauges["loads_in_flight"])

@@ -10,6 +10,7 @@ from kvlease.core.messages import Commit, Committed
 from kvlease.core.orders import Reports
 from kvlease.testing import Fate
 from kvlease.worker.open_loads import SETTLE_S
+from kvlease.worker.pulls import READS_PER_PULL
 
 from .conftest import World
 
@@ -43,7 +44,7 @@ def test_an_abort_while_reading_posts_no_more_and_waits_for_what_is_posted(world
     world.agent.finish()
     world.step()
     assert world.reports() == ABORTED
-    assert len(world.agent.reads) == 2
+    assert len(world.agent.reads) == READS_PER_PULL
     assert world.producer.heard_of(Commit) == []
 
 
@@ -102,7 +103,7 @@ def test_an_abort_while_committing_takes_the_commit_back(world: World) -> None:
 
 def test_an_abort_after_the_answer_was_received_but_before_it_was_taken_wins(world: World) -> None:
     world.take(world.order("load", {1: 1}))
-    world.step(2)
+    world.step()
     world.link.poll(0)
     world.take(aborts=("load",))
     world.step(3)

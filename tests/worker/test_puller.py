@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from kvlease.core.ids import Incarnation, LoadId
+from kvlease.config import Settings
+from kvlease.core.ids import Incarnation, LoadId, PeerKey
 from kvlease.core.loads import FailureCause
 from kvlease.core.messages import (
     Commit,
@@ -22,11 +23,12 @@ from kvlease.core.messages import (
     Refused,
     Welcome,
 )
-from kvlease.core.orders import Reports
+from kvlease.core.orders import Orders, Reports
 from kvlease.core.peers import PeerState
-from kvlease.testing import Fate
+from kvlease.testing import FakeClock, Fate
 from kvlease.worker.open_loads import SETTLE_S
-from kvlease.worker.puller import READS_MAX
+from kvlease.worker.puller import CHUNKS_AHEAD, EARLY_MAX, POST_BUDGET_S, READS_MAX
+from kvlease.worker.pulls import READS_PER_PULL
 from kvlease.worker.sources import IDLE_OTHER_S, IDLE_READY_S
 
 from .conftest import World
@@ -40,6 +42,24 @@ def failed(cause: FailureCause, load: str = "load") -> Reports:
 
 def done(*loads: str) -> Reports:
     return Reports(received={LoadId(load) for load in loads})
+
+
+class SlowClock(FakeClock):
+    """Every look at it takes a while."""
+
+    def __init__(self, look_s: float) -> None:
+        super().__init__()
+        self.look_s = look_s
+
+    def __call__(self) -> float:
+        return self.advance(self.look_s)
+
+
+def read_of(world: World, at: int) -> str:
+    """Which load the ``at``-th read is of: short ones have blocks from 30 on."""
+    to, _, _ = world.agent.reads[at].pieces[0]
+    block = (to - world.memory.pages.ctypes.data) // world.memory.pages[0, 0].nbytes % len(world.memory.pages[0])
+    return "short" if block >= 30 else "long"
 
 
 class TestAGoodLoad:
@@ -84,7 +104,7 @@ class TestAGoodLoad:
         assert stats["loads_done"] == 1
         assert stats["bytes_pulled"] == 3 * 3 * 64
         assert stats["descriptors_pulled"] == 9
-        assert stats["pulls"] == 5
+        assert stats["pulls"] == 6
         assert stats["peers|ready"] == 1
 
     def test_gives_every_read_back(self, world: World) -> None:
@@ -94,17 +114,51 @@ class TestAGoodLoad:
 
 
 class TestManyLoads:
-    def test_a_short_load_does_not_wait_behind_a_long_one(self, world: World) -> None:
-        world.agent.polls = 1
-        world.take(world.order("long", {i: i for i in range(30)}), world.order("short", {31: 31}))
-        world.step(12)
-        assert world.reports() == done("short")
+    def test_take_turns_chunk_by_chunk(self, world: World) -> None:
+        world.agent.script.extend([Fate.HANG] * 99)
+        world.take(world.order("long", {i: i for i in range(30)}), world.order("short", {30: 30, 31: 31}))
+        world.step()
+        assert [read_of(world, at) for at in range(4)] == ["long", "short", "long", "short"]
 
-    def test_at_most_two_chunks_of_a_load_are_posted_at_once(self, world: World) -> None:
+    def test_a_short_load_gets_its_turn_while_long_ones_have_all_the_room(self, world: World) -> None:
+        world.agent.script.extend([Fate.HANG] * 999)
+        longs = [world.order(f"long-{number}", {i: i for i in range(30)}) for number in range(2 * CHUNKS_AHEAD)]
+        world.take(*longs)
+        world.step()
+        assert len(world.agent.reads) == CHUNKS_AHEAD
+        world.take(world.order("short", {30: 30, 31: 31}))
+        for at in range(len(longs) + 1):
+            assert read_of(world, at) == "long"
+            world.agent.reads[at].fate = Fate.DONE
+            world.step()
+        assert "short" in [read_of(world, at) for at in range(len(world.agent.reads))]
+
+    def test_only_so_many_chunks_of_a_load_are_posted_at_once(self, world: World) -> None:
         world.agent.script.extend([Fate.HANG] * 99)
         world.take(world.order("long", {i: i for i in range(30)}))
         world.step(9)
-        assert len(world.agent.reads) == 2
+        assert len(world.agent.reads) == READS_PER_PULL
+
+    def test_only_so_many_chunks_of_a_producer_are_posted_at_once(self) -> None:
+        world = World(Settings(chunk_bytes=1 << 20))
+        world.agent.script.extend([Fate.HANG] * 99)
+        world.take(*(world.order(f"load-{number}", {1: 1}) for number in range(READS_MAX + 9)))
+        world.step(9)
+        assert len(world.agent.reads) == READS_MAX
+
+    def test_posting_stops_for_peers_and_orders_when_it_has_taken_long(self) -> None:
+        world = World(clock=SlowClock(POST_BUDGET_S / 4))
+        world.take(world.order("long", {i: i for i in range(30)}))
+        world.step()
+        posted = len(world.agent.reads)
+        assert 0 < posted < 45
+        assert world.puller.has_work
+        world.step()
+        assert posted < len(world.agent.reads) < 45
+        world.step(45)
+        assert len(world.agent.reads) == 45
+        assert not world.puller.has_work
+        assert world.reports() == done("long")
 
     def test_a_producer_that_hangs_delays_no_other(self, world: World) -> None:
         frozen = world.new_producer("frozen")
@@ -120,11 +174,11 @@ class TestManyLoads:
         assert world.reports() == Reports()
 
     def test_of_a_frozen_producer_take_no_room_from_those_of_another(self, world):
-        world.agent.script.extend([Fate.HANG] * READS_MAX)
-        frozen = [f"frozen-{number}" for number in range(READS_MAX)]
-        world.take(*(world.order(name, {number: number, number + 16: 1}) for number, name in enumerate(frozen)))
+        world.agent.script.extend([Fate.HANG] * CHUNKS_AHEAD)
+        frozen = [f"frozen-{number}" for number in range(2 * CHUNKS_AHEAD)]
+        world.take(*(world.order(name, {number: number, number + 15: 1}) for number, name in enumerate(frozen)))
         world.step(20)
-        assert len(world.agent.reads) == READS_MAX
+        assert len(world.agent.reads) == CHUNKS_AHEAD
         assert not world.puller.has_work, "nothing can be posted, so there is no reason to look again at once"
         world.take(world.order("load", {31: 3}, world.new_producer("q")))
         world.step(20)
@@ -218,6 +272,74 @@ class TestBeginning:
         assert reports.received == {"broken", "load"}
         assert reports.failed == {"broken": FailureCause.INTERNAL}
         assert world.puller.stats()["internal_errors"] == 1
+
+
+class TestGreetingEarly:
+    def greet(self, world: World, *keys: PeerKey) -> None:
+        world.puller.take(Orders(greet=list(keys or [world.producer.key])), world.clock())
+
+    def test_hands_are_shaken_before_the_first_load(self, world: World) -> None:
+        self.greet(world)
+        world.step(3)
+        assert world.puller.stats()["peers|ready"] == 1
+        world.producer.heard.clear()
+        world.take(world.order("load", BLOCKS))
+        world.step(20)
+        assert world.reports() == done("load")
+        assert world.holds(BLOCKS)
+        assert world.producer.heard_of(Hello) == []
+
+    def test_a_load_joins_a_greeting_that_is_under_way(self, world: World) -> None:
+        self.greet(world)
+        world.take(world.order("load", BLOCKS))
+        self.greet(world)
+        world.step(20)
+        assert world.reports() == done("load")
+        assert len(world.producer.heard_of(Hello)) == 1
+
+    def test_a_producer_that_is_ready_is_not_greeted_again(self, world: World) -> None:
+        for _ in range(3):
+            self.greet(world)
+            world.step(3)
+        assert len(world.producer.heard_of(Hello)) == 1
+
+    def test_silence_is_no_failure_of_anything_and_is_forgotten(self, world: World) -> None:
+        world.producer.is_silent = True
+        self.greet(world)
+        world.run_for(3)
+        assert world.reports() == Reports()
+        assert world.puller.is_idle
+        world.clock.advance(IDLE_OTHER_S)
+        world.step()
+        assert world.link.forgotten == [world.producer.key]
+
+    def test_a_refusal_is_the_answer_to_the_first_load_and_to_nobody_before(self, world: World) -> None:
+        world.producer.say[Hello] = lambda request: Refused(
+            seq=request.seq, incarnation=world.producer.incarnation, why="no"
+        )
+        self.greet(world)
+        world.step(3)
+        self.greet(world)
+        assert world.reports() == Reports()
+        assert "internal_errors" not in world.puller.stats()
+        world.take(world.order("load", BLOCKS))
+        assert world.reports() == failed(FailureCause.INCOMPATIBLE)
+
+    def test_handoffs_that_name_many_strangers_do_not_take_all_the_room(self, world: World) -> None:
+        strangers = [world.producer.key._replace(port=port) for port in range(2, 3 * EARLY_MAX)]
+        self.greet(world, *strangers)
+        assert world.puller.stats()["peers|greeting"] == EARLY_MAX
+        world.take(world.order("load", BLOCKS))
+        world.step(20)
+        assert world.reports() == done("load")
+
+    def test_a_crash_disturbs_no_load_of_the_same_step(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        world.take(world.order("load", BLOCKS))
+        monkeypatch.setattr(world.link, "peer", lambda key: 1 / 0)
+        self.greet(world, world.new_producer("q").key)
+        assert world.puller.stats()["internal_errors"] == 1
+        world.step(20)
+        assert world.reports() == done("load")
 
 
 class TestReading:

@@ -193,6 +193,10 @@ class TestWire:
         assert strided_rows([self.REGION]) == [(4096, 80, 0, 100, 6)]
         assert pages_of([self.REGION]).num_pages == (6,)
 
+    def test_the_planner_is_told_where_something_lies_between_pages(self) -> None:
+        dense = Region(4096, 80, 80, 6, 0, 0)
+        assert pages_of([dense, self.REGION, dense]).with_gaps == {1}
+
     @pytest.mark.parametrize(
         "numbers",
         [

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from kvlease.core.ids import EngineId, LeaseId, Rank
 from kvlease.core.loads import FailureCause
@@ -100,6 +101,11 @@ def test_a_load_goes_in_and_its_report_comes_out(world: World, running: Running)
     assert running.thread.stats()["loads_done"] == 1
 
 
+def test_a_producer_is_greeted_at_once_though_there_is_no_load(world: World, running: Running) -> None:
+    running.thread.take_orders(Orders(greet=[world.producer.key]))
+    running.until(lambda: running.thread.stats().get("peers|ready") == 1)
+
+
 def test_ended_leases_come_back_once(running: Running) -> None:
     running.thread.take_orders(Orders(ended=[LeaseId("a"), LeaseId("b")]))
     assert running.thread.take_reports().sent == {"a", "b"}
@@ -141,6 +147,34 @@ def test_it_may_run_wherever_its_process_may(running: Running) -> None:
     thread.start()
     thread.join()
     assert seen == [allowed]
+
+
+def test_the_gpu_that_holds_the_kv_is_made_current_in_the_thread_before_nixl_starts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def note(what: str) -> None:
+        seen.append((what, threading.current_thread().name))
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note(f"use {device}"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: note("ask"))
+
+    def refuse() -> FakeAgent:
+        note("nixl")
+        raise AgentError("enough")
+
+    thread = TransferThread(
+        identity=Identity(EngineId("consumer"), Rank(0), 1, {}, ""),
+        settings=world.settings,
+        layout=Layout([], "VRAM", [MemoryRange(4096, 64, 3)]),
+        block_sizes=[BLOCK_SIZE],
+        make_agent=refuse,
+        make_link=lambda: world.link,
+    )
+    with pytest.raises(AgentError, match="enough"):
+        thread.start()
+    assert seen == [(what, "kvlease-transfer") for what in ("use 3", "ask", "nixl")]
 
 
 def test_what_nixl_says_at_the_start_is_raised_where_it_was_started(world: World) -> None:
