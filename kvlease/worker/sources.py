@@ -8,7 +8,7 @@ while a read from them is busy, because then nobody could tell any more when tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -174,7 +174,7 @@ class Source:
         self.peer.pinned = False
         if remote is None:
             return
-        calls = [(self.agent.discard, remote.prepared)]
+        calls: list[tuple[Callable[[Any], None], Any]] = [(self.agent.discard, remote.prepared)]
         if not keep_agent:
             calls.append((self.agent.remove_peer, remote.name))
         for call, argument in calls:
