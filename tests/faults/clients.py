@@ -96,12 +96,21 @@ def prompt_beyond_the_limit(case: Case) -> None:
     case.blocks_from_now()
 
 
-@row("small", bound_s=COMMITTED)
+@row("main", bound_s=UNCLAIMED)
 def max_tokens_beyond_the_limit(case: Case) -> None:
-    """A handoff with more tokens asked for than the engine can hold: it answers until it is full."""
+    """A handoff with more tokens asked for than the engine can hold: refused, and its lease let go."""
+    prompt = case.prompt(130)
+    for side in case.sides:
+        side.expect(side.ask(prompt, case.handoff(prompt), 8193), None, REFUSED)
+    case.blocks_from_now()
+
+
+@row("small", bound_s=COMMITTED)
+def answer_that_fills_the_engine(case: Case) -> None:
+    """As many tokens asked for as the engine can hold, prompt and all: it answers until it is full."""
     prompt = case.prompt(450)
     stubborn = {"ignore_eos": True}
-    expected = case.reference(prompt, 600, **stubborn)
+    expected = case.reference(prompt, 512, **stubborn)
     for side in case.sides:
         side.require(len(expected) == 512 - 450, f"it stops after {len(expected)} tokens")
-        side.expect(side.ask(prompt, case.handoff(prompt), 600, **stubborn), expected, SERVED)
+        side.expect(side.ask(prompt, case.handoff(prompt), 512, **stubborn), expected, SERVED)
