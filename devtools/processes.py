@@ -15,6 +15,18 @@ import psutil
 from devtools import reaper
 
 _KILL_TIMEOUT_S = 20.0
+_FREEZE_TIMEOUT_S = 20.0
+_STOPPED = frozenset("TtZX")
+"""States of /proc in which a thread runs no more."""
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether no thread of the process runs any more."""
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # a thread or the process ended while we looked
+        return not Path(f"/proc/{pid}").exists()
+    return all(stat.rpartition(")")[2].split()[0] in _STOPPED for stat in stats)
 
 
 class ChildError(RuntimeError):
@@ -96,8 +108,16 @@ class Child:
         self.kill()
 
     def freeze(self) -> None:
-        """SIGSTOPs the tree: it keeps its sockets and memory, and answers nobody."""
+        """SIGSTOPs the tree: it keeps its sockets and memory, and answers nobody.
+
+        Returns when every thread has stopped, which on a busy machine is later than the signal.
+        """
         self._signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _FREEZE_TIMEOUT_S
+        while not all(_is_stopped(process.pid) for process in self.tree()):
+            if time.monotonic() > deadline:
+                raise ChildError(f"{self.name} has not stopped {_FREEZE_TIMEOUT_S:.0f} s after SIGSTOP")
+            time.sleep(0.005)
 
     def thaw(self) -> None:
         """SIGCONTs the tree."""

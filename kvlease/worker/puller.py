@@ -207,7 +207,7 @@ class Puller:
             self._loads.fail(pull, error.cause, str(error), now)
 
     def _start(self, pull: Pull, now: float) -> None:
-        pull.source.repair()
+        self._repair(pull.source)
         remote, order = pull.source.remote, pull.order
         if remote is None:
             raise SourceError(FailureCause.INTERNAL, "hands were shaken, and no pages are known")
@@ -335,6 +335,7 @@ class Puller:
 
     def _greeted(self, source: Source, reply: AnyReply, now: float) -> None:
         try:
+            self._repair(source)
             source.greeted(reply)
         except SourceError as error:
             self._fail_waiting(source, error.cause, str(error), now)
@@ -379,7 +380,36 @@ class Puller:
     def _drop(self, key: PeerKey, source: Source) -> None:
         del self._sources[key]
         if not source.busy_reads:
-            source.drop_remote()
+            source.drop_remote(keep_agent=bool(self._sharers(source)))
+
+    def _repair(self, source: Source) -> None:
+        """After an error of NIXL its agent is added anew, for every source that reaches it.
+
+        Raises:
+            SourceError: reads of before the error are still busy, or NIXL fails again.
+        """
+        if not source.is_broken:
+            return
+        sharers = self._sharers(source)
+        if any(other.busy_reads for other in sharers):
+            raise SourceError(FailureCause.TRANSFER, "reads of before an error have not ended")
+        source.repair()
+        for other in sharers:
+            if other.open_loads:
+                other.is_broken = True
+            else:
+                other.drop_remote(keep_agent=True)
+
+    def _sharers(self, source: Source) -> list[Source]:
+        """The other sources that reach the same agent: a router may write another address of the same producer."""
+        if source.remote is None:
+            return []
+        name = source.remote.name
+        return [
+            other
+            for other in self._sources.values()
+            if other is not source and other.remote is not None and other.remote.name == name
+        ]
 
 
 def _cause(text: str, otherwise: FailureCause) -> FailureCause:

@@ -8,7 +8,7 @@ while a read from them is busy, because then nobody could tell any more when tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -169,13 +169,16 @@ class Source:
         if self.is_broken and self.remote is not None:
             self._replace(self.remote.info)
 
-    def drop_remote(self) -> None:
-        """Forget the producer's agent and pages. Not while a read is busy."""
+    def drop_remote(self, *, keep_agent: bool = False) -> None:
+        """Forget the pages, and the agent unless another source reaches it, too. Not while a read is busy."""
         remote, self.remote, self.is_broken = self.remote, None, False
         self.peer.pinned = False
         if remote is None:
             return
-        for call, argument in ((self.agent.discard, remote.prepared), (self.agent.remove_peer, remote.name)):
+        calls: list[tuple[Callable[[Any], None], Any]] = [(self.agent.discard, remote.prepared)]
+        if not keep_agent:
+            calls.append((self.agent.remove_peer, remote.name))
+        for call, argument in calls:
             try:
                 call(argument)
             except AgentError as error:

@@ -95,7 +95,7 @@ def test_orphans_end_with_the_command_and_its_status_is_kept(start: Callable[...
 def test_a_frozen_tree_stands_still_until_thawed_and_can_be_stopped(start: Callable[..., Child]) -> None:
     child = start()
     child.freeze()
-    wait_until(lambda: all(process.status() == psutil.STATUS_STOPPED for process in child.tree()))
+    assert all(process.status() == psutil.STATUS_STOPPED for process in child.tree())
     child.thaw()
     wait_until(lambda: all(process.status() == psutil.STATUS_SLEEPING for process in child.tree()))
     child.freeze()

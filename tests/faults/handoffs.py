@@ -54,11 +54,13 @@ def swapped(case: Case) -> None:
     expected = [case.reference(one), case.reference(two)]
     for side in case.sides:
         handoffs = [case.handoff(one), case.handoff(two)]
-        side.expect(side.ask(one, copied(handoffs[1])), expected[0], POLICY)
-        side.expect(side.ask(two, copied(handoffs[0])), expected[1], POLICY)
+        rounds = [(handoffs[::-1], POLICY)]
         if case.is_kvlease:  # a refused claim ends nothing
-            side.expect(side.ask(one, copied(handoffs[0])), expected[0], SERVED)
-            side.expect(side.ask(two, copied(handoffs[1])), expected[1], SERVED)
+            rounds.append((handoffs, SERVED))
+        for used, wants in rounds:  # both at once: the leases are young
+            calls = [lambda side=side, i=i, used=used: side.ask((one, two)[i], copied(used[i])) for i in range(2)]
+            for answer, right in zip(together(calls), expected, strict=True):
+                side.expect(answer, right, wants)
 
 
 @row("main", bound_s=UNCLAIMED)

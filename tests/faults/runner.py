@@ -114,8 +114,9 @@ class Runner:
         except (AssertionError, RuntimeError, httpx.HTTPError) as error:
             side.result.problems.append(f"the next handoff: {error!r}"[:300])
             got = Got.HANG
-        if got is not Got.RIGHT:
-            side.case.fleet.restart(side.consumer)
+        if got is not Got.RIGHT:  # whoever of the two is at fault, the next row must not suffer
+            case.fleet.restart(side.consumer)
+            case.fleet.restart(case.producer)
 
 
 def wait_for_blocks(engines: Sequence[Engine], since: float, limit_s: float) -> tuple[float | None, list[Engine]]:

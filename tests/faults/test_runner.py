@@ -192,7 +192,7 @@ class TestRunner:
         results = self.run(fleet, row_of(lambda case: None))
         assert [one.wrong_texts for one in results] == [1, 1]
         assert not any(one.is_ok for one in results)
-        assert fleet.restarted == POLICIES
+        assert fleet.restarted == ["recompute", "producer", "fail", "producer"]
 
     def test_blocks_are_waited_for_from_the_event(self) -> None:
         engine: Any = FakeEngine("producer")

@@ -163,6 +163,12 @@ class World:
         )
         self.producer = self.new_producer("p")
 
+    def also_at(self, producer: Producer, port: int) -> PeerKey:
+        """Another address of a producer."""
+        key = producer.key._replace(port=port)
+        self.link.producers[key] = producer
+        return key
+
     def new_producer(self, name: str, port: int | None = None) -> Producer:
         """At an address of its own, unless ``port`` says where."""
         producer = Producer(self.fabric, name, port or len(self.link.producers) + 1)

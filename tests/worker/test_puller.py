@@ -491,6 +491,34 @@ class TestKeepingHouse:
         world.step(9)
         assert world.link.forgotten == []
 
+    def test_a_producer_known_by_two_addresses_is_still_read_when_one_is_forgotten(self, world: World) -> None:
+        elsewhere = world.also_at(world.producer, port=77)
+        world.take(world.order("first", {1: 1}, peer=elsewhere))
+        world.step(9)
+        world.clock.advance(IDLE_READY_S / 2)
+        world.take(world.order("second", {2: 2}))
+        world.step(9)
+        world.clock.advance(IDLE_READY_S / 2 + 1)
+        world.step()
+        assert world.link.forgotten == [elsewhere]
+        world.take(world.order("third", {3: 3}))
+        world.step(9)
+        assert world.reports() == done("first", "second", "third")
+
+    def test_after_an_error_a_producer_known_by_two_addresses_is_read_by_both(self, world: World) -> None:
+        elsewhere = world.also_at(world.producer, port=77)
+        world.take(world.order("a", {1: 1}, peer=elsewhere), world.order("b", {2: 2}))
+        world.step(9)
+        world.agent.script.append(Fate.ERROR)
+        world.take(world.order("bad", {3: 3}))
+        world.step(9)
+        for load, more in (("c", {}), ("d", {"peer": elsewhere}), ("e", {})):
+            world.take(world.order(load, {4: 4}, **more))
+            world.step(9)
+        reports = world.reports()
+        assert reports.failed == {LoadId("bad"): FailureCause.TRANSFER}
+        assert reports.received == {"a", "b", "bad", "c", "d", "e"}
+
     def test_a_source_that_never_answered_is_forgotten_sooner_but_after_its_back_off(self, world: World) -> None:
         world.producer.is_silent = True
         world.take(world.order("load", {1: 1}))
