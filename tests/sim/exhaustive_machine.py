@@ -1,8 +1,8 @@
 """How the exhaustive checker names a state: by the events that led to it, and by what every field holds afterwards.
 
-A part is deterministic, so :class:`Machine` rebuilds one by replaying its events, applies one event more, and recognises
-the state by a projection of every field of every real object (:func:`freeze`; times are relative to the part's own
-clock, statistics are left out). Each pair of state and event is computed once.
+A part is deterministic, so :class:`Machine` rebuilds one by replaying its events, applies one event more, and knows the
+state by a projection of every field of every real object (:func:`freeze`; times are relative to the part's own clock,
+statistics are left out). Each pair of state and event is computed once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,21 @@ import msgspec
 START = 1_000_000.0
 """When every clock starts; a float of this size is a point in time, any smaller one is a duration."""
 
-_LEFT_OUT = frozenset(
-    "counters counts _counts _counters _log rtt_s _pull_seconds since _heap _order "  # statistics, and old heap entries
-    "_timing _settings _channel _id _agent agent identity local key grant handoff kv_transfer_params".split()
-)
+_STATISTICS = {"counters", "counts", "_counts", "_counters", "_log", "rtt_s", "_pull_seconds", "since"}
+_CONSTANT = {
+    "_timing",
+    "_settings",
+    "_channel",
+    "_id",
+    "_agent",
+    "agent",
+    "identity",
+    "local",
+    "key",
+    "grant",
+    "handoff",
+}
+_LEFT_OUT = _STATISTICS | _CONSTANT | {"kv_transfer_params", "_heap", "_order"}
 """Fields that decide nothing, or never change."""
 
 
@@ -30,7 +41,7 @@ class Violation(Exception):  # noqa: N818 - named for what happened
     """A rule is broken: which, and how."""
 
 
-def freeze(value: Any, now: float = 0.0, seen: dict[int, Any] | None = None) -> Hashable:
+def freeze(value: Any, now: float = 0.0, seen: dict[int, Any] | None = None) -> Hashable:  # noqa: PLR0911
     """Everything that ``value`` holds, as something that compares equal exactly when the state is the same.
 
     The order of dictionaries and sets does not count; callables, statistics and constants are left out. What is held in

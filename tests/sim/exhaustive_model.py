@@ -12,20 +12,23 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvlease.core.messages import AnyRequest
+from kvlease.core.messages import AnyReply, AnyRequest
 from tests.sim.exhaustive_machine import Machine, Violation, freeze
 from tests.sim.exhaustive_parts import RANKS, ProducerPart, WorkerPart
 from tests.sim.exhaustive_scheduler import SchedulerPart
 from tests.sim.exhaustive_wire import at_consumer, at_wire, renamed_event
 
 NO_READ, CLEAN, DIRTY, READ_CLEAN, READ_DIRTY, VERIFIED = range(6)
-"""Ghosts: a read that is posted and has seen only the leased blocks (or not), one that has ended so, one vouched for."""
+"""Ghosts: a read that is posted and has seen only leased blocks (or others), one that has ended so, one vouched for."""
 
 DEAD: Final = -1
 
 FAULTS: Final = ("loss", "duplicate", "expiry", "abort", "crash", "beat", "nudge")
 LOSS, DUPLICATE, EXPIRY, ABORT, CRASH, BEAT, NUDGE = range(len(FAULTS))
 FREE: Final = None
+
+_SETTLING_STEPS: Final = 200
+"""Many times what it takes."""
 
 
 class End(NamedTuple):
@@ -52,7 +55,7 @@ class Move(NamedTuple):
     consumer: int
     swapped: bool
     label: tuple[Any, ...]
-    hasty: bool = False
+    is_hasty: bool = False
 
 
 class Intern:
@@ -95,6 +98,7 @@ class Model:
         self._renamed: dict[tuple[int, bool, tuple[bool, bool]], int] = {}
         self._dirtied: dict[int, tuple[int, bool]] = {}
         self._quiet: dict[int, str] = {}
+        self.attempt: tuple[Any, ...] = ()
 
     # Beginnings
 
@@ -115,6 +119,7 @@ class Model:
         key = (producer, message, consumer * (RANKS + 1) + rank + 1)
         found = self._asked.get(key)
         if found is None:
+            self.attempt = ("handle", rank, self.messages.values[message], None)
             request = at_wire(self.messages.values[message], consumer, rank)
             anonymous = msgspec.structs.replace(request, seq=0)
             name = self._requests.number(anonymous)
@@ -196,9 +201,9 @@ class Model:
         if here.scheduler.part != DEAD:
             hasty = self._haste(here, live, crashed, left)
             if hasty is not None:
-                yield hasty._replace(hasty=True)
+                yield hasty._replace(is_hasty=True)
                 return
-            yield from self._scheduler_moves(here, live, left)
+            yield from self._scheduler_moves(here, left)
             done = set()
             for rank, end in enumerate(here.ranks):
                 if end not in done:  # two ranks in one state do the same
@@ -213,8 +218,8 @@ class Model:
 
         It leads to the same states whether it happens before or after any other move that is possible until then:
         those of the other consumer, of the producer (a read that begins while the lease lives is as good as the lease
-        is when it ends), and of this consumer's other parts. A reply that is overtaken by the end of its call is a
-        reply to a request that is handled after that. What an abort could meet waits while one may come, and so does
+        is when it ends), and of this consumer's other parts. A reply is heard at once: one that comes after the end of
+        its call is a lost one, and counts as one. What else an abort could meet waits while one may come, and so does
         what sends something while this consumer may crash.
         """
         facts = self.schedulers.records[here.scheduler.part].facts
@@ -233,7 +238,7 @@ class Model:
                 yield self._report(here, rank)
             for reply in end.replies:
                 yield self._rank_hears(here, rank, reply, live)
-            if facts.can_start and not (may_abort):
+            if facts.can_start and not may_abort:
                 yield self._worked(FREE, here, rank, "start", live)
             if facts.busy and not live and not crashed and not may_abort and not left >> EXPIRY & 1:
                 yield self._worked(FREE, here, rank, ("end", facts.busy[0], True), live)
@@ -247,7 +252,7 @@ class Model:
         replies = without(here.ranks[rank].replies, reply)
         return self._worked(FREE, here, rank, event, live, ("hear", reply), replies=replies)
 
-    def _scheduler_moves(self, here: Consumer, live: bool, left: int) -> Iterator[Move]:
+    def _scheduler_moves(self, here: Consumer, left: int) -> Iterator[Move]:
         end = here.scheduler
         facts = self.schedulers.records[end.part].facts
         for reply in end.replies:
@@ -283,8 +288,9 @@ class Model:
             yield self._report(here, rank)
 
     def _network_moves(self, here: Consumer, left: int) -> Iterator[Move]:
-        """Requests are lost or repeated on their way; one that nobody waits for any more may as well stay there. Replies are lost when they are sent; repeated ones change nothing
-        (:meth:`_sent` sees to it).
+        """Requests are lost or repeated on their way; one that nobody waits for any more may as well stay there.
+
+        Replies are lost when they are sent; repeated ones change nothing (:meth:`_sent` sees to it).
         """
         for rank, end in enumerate((here.scheduler, *here.ranks), start=-1):
             for message in dict.fromkeys(end.requests):
@@ -316,6 +322,7 @@ class Model:
 
     def _schedule(self, here: Consumer, event: Any, key: Any = None, **changes: Any) -> Consumer:
         """Let the scheduler half do one thing, and its ranks take what it orders."""
+        self.attempt = ("scheduler", event)
         end = here.scheduler._replace(**changes)
         part, out = self.schedulers.step(end.part, event, key)
         here = here._replace(scheduler=self._sent(end._replace(part=part), out.requests, self.schedulers))
@@ -332,6 +339,7 @@ class Model:
 
     def _work(self, here: Consumer, rank: int, event: Any, live: bool, key: Any = None, **changes: Any) -> Consumer:
         """Let one rank do one thing, and its ghosts see it."""
+        self.attempt = ("rank", rank, event)
         end = here.ranks[rank]._replace(**changes)
         part, out = self.workers.step(end.part, event, key)
         ghosts = list(end.ghosts)
@@ -364,9 +372,9 @@ class Model:
         here = put(here, rank, end._replace(reports=end.reports[1:]))
         here = self._schedule(here, ("report", report), ("report", end.reports[0]))
         for at, where in enumerate(self.schedulers.records[here.scheduler.part].facts.where):
-            if where == "done" and self.loads[at] in report.received:
-                if any(end.ghosts[at] != VERIFIED for end in here.ranks):
-                    raise Violation(f"S1: {self.loads[at]} is done, and not every rank's read was verified")
+            is_new = where == "done" and self.loads[at] in report.received
+            if is_new and any(end.ghosts[at] != VERIFIED for end in here.ranks):
+                raise Violation(f"S1: {self.loads[at]} is done, and not every rank's read was verified")
         return self._move(FREE, here, ("report", rank, report))
 
     def _sent(self, end: End, requests: tuple[AnyRequest, ...], machine: Machine[Any]) -> End:
@@ -381,7 +389,8 @@ class Model:
             if self.messages.values[reply].seq in calls
             or machine.step(end.part, ("hear", self.messages.values[reply]), ("hear", reply))[0] != end.part
         ]
-        return end._replace(requests=tuple(sorted({*end.requests, *numbers})), replies=tuple(replies))
+        new = numbers.difference(end.requests)
+        return end._replace(requests=tuple(sorted((*end.requests, *new))), replies=tuple(replies))
 
     def _move(self, cost: int | None, here: Consumer, label: tuple[Any, ...]) -> Move:
         number, swapped = self._consumer(here)
@@ -423,8 +432,8 @@ class Model:
     def _settle(self, here: Consumer) -> str:
         if here.scheduler.part == DEAD:
             return ""
-        for _ in range(200):
-            here = self._silent(here)
+        for _ in range(_SETTLING_STEPS):
+            here = self.consumers[self._consumer(self._silent(here))[0]]
             moved = self._settling_step(here)
             if moved is None:
                 break
@@ -434,14 +443,17 @@ class Model:
         return "; ".join(text for text in (scheduler.quiet, *ranks) if text)
 
     def _settling_step(self, here: Consumer) -> Consumer | None:
+        """The next thing to happen when nothing is heard: time passes, reports are taken, and reads end at last."""
         for rank, end in enumerate(here.ranks):
             facts = self.workers.records[end.part].facts
             if end.reports:
                 return self.consumers[self._report(here, rank).consumer]
-            for event in [("end", load, True) for load in facts.busy[:1]] + ["start"] * facts.can_start:
-                return self._work(here, rank, event, False)
+            if facts.can_start:
+                return self._work(here, rank, "start", False)
             if facts.calls or facts.open:
                 return self._work(here, rank, "tick" if facts.waits_to_report else "expire", False)
+            if facts.busy:
+                return self._work(here, rank, ("end", facts.busy[0], True), False)
         facts = self.schedulers.records[here.scheduler.part].facts
         for load in facts.to_come:
             return self._schedule(here, ("arrive", self.loads[load]))

@@ -10,7 +10,19 @@ from kvlease.core.digest import prompt_digest
 from kvlease.core.greeting import Site, answer_hello
 from kvlease.core.ids import ChannelId, EngineId, Incarnation, LeaseId, LeaseToken, LoadId, PeerKey, Rank, ReaderId
 from kvlease.core.leases import Grant, LeaseState, LeaseTable, LeaseTiming
-from kvlease.core.messages import AnyReply, AnyRequest, Committed, Hello, Invalid, Ping, ProtocolError, RankInfo
+from kvlease.core.messages import (
+    AnyReply,
+    AnyRequest,
+    Commit,
+    Committed,
+    Hello,
+    Invalid,
+    Ping,
+    ProtocolError,
+    RankInfo,
+    Release,
+    Released,
+)
 from kvlease.core.orders import LoadOrder, Orders, Reports
 from kvlease.core.peers import Event, Peer
 from kvlease.core.silence import PeerTiming
@@ -67,6 +79,9 @@ class ProducerPart(Part):
         self.life = life
         self.table = LeaseTable(INCARNATIONS[life], TIMING)
         self.ended = 0
+        self.forgot = False
+        self.released: set[str] = set()
+        self.vouched: set[tuple[str, int]] = set()
         self.site = Site([rank_info(rank) for rank in range(RANKS)], FACTORS, "print", enforce=True)
         if life == 0:
             digest = prompt_digest(PROMPT, len(PROMPT), None, None, ())
@@ -77,6 +92,7 @@ class ProducerPart(Part):
         reply: AnyReply | None = None
         match event:
             case "tick":
+                self.forgot = self.ended > 0
                 self.now = self.table.next_deadline() or self.now
                 self.table.expire(self.now)
             case "nudge":
@@ -91,17 +107,35 @@ class ProducerPart(Part):
             self.ended += 1
             if self.table.state_of(ended.lease) is not None:
                 raise Violation(f"S4: the blocks of {ended.lease} are freed while it lives")
+        self._check()
+        return reply
+
+    def _check(self) -> None:
         if self.ended > 1:
             raise Violation("S3: the lease was reported as ended twice")
         if self.life == 0 and not self.ended and self.table.state_of(LEASE) is None:
             raise Violation("S3: the lease is over and was not reported")
-        return reply
+        for channel in self.table._channels.values():
+            if back := self.released & channel.held.keys():
+                raise Violation(f"P1: {sorted(back)} reads again after its Release")
+
+    def _remember(self, request: AnyRequest, reply: AnyReply) -> None:
+        """P1: what was answered to a message once is true of it for as long as it is remembered."""
+        match request:
+            case Release(reader=str() as reader) if isinstance(reply, Released) and self.life == 0:
+                self.released.add(reader)
+            case Commit(reader=reader, rank=rank) if isinstance(reply, Committed):
+                self.vouched.add((reader, rank))
+            case Commit(reader=reader, rank=rank) if (reader, rank) in self.vouched and not self.forgot:
+                raise Violation("P1: a commit that was answered Committed is answered otherwise when it is repeated")
 
     def _handle(self, request: Any) -> AnyReply:
         try:
-            return self.table.handle(request, self.now)
+            reply = self.table.handle(request, self.now)
         except ProtocolError as error:
             return Invalid(seq=request.seq, incarnation=self.table.incarnation, reason=error.reason, text="")
+        self._remember(request, reply)
+        return reply
 
     def facts(self) -> ProducerFacts:
         state = self.table.state_of(LEASE)
@@ -116,7 +150,7 @@ class ProducerPart(Part):
         )
 
     def core(self) -> Any:
-        return self.table, self.ended
+        return self.table, self.ended, self.released, self.vouched, self.forgot
 
 
 def rank_info(rank: int) -> RankInfo:
@@ -263,10 +297,12 @@ class WorkerPart(Part):
             local_blocks=([block],),
             remote_blocks=[[(1, 1)]],
         )
+        self.committed = True  # nothing is checked here
         hello = self.apply(("orders", Orders(loads=[order]))).requests[0]
-        self.apply(("hear", ProducerPart(0).apply(hello)))
-        commit = self.apply(("end", "earlier", True)).requests[0]
-        self.apply(("hear", Committed(seq=commit.seq, incarnation=KEY.incarnation)))
+        sent = self.apply(("hear", ProducerPart(0).apply(hello))).requests
+        sent += self.apply(("end", "earlier", True)).requests
+        for commit in sent:
+            self.apply(("hear", Committed(seq=commit.seq, incarnation=KEY.incarnation)))
         self.committed = False
 
     def apply(self, event: Any) -> WorkerOut:

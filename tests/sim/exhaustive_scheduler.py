@@ -1,4 +1,4 @@
-"""The third part of the exhaustive checker: a consumer's scheduler half, in what is left of vLLM's scheduler around it."""
+"""The third part of the exhaustive checker: a consumer's scheduler half, in what is left of vLLM's own around it."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class SchedulerPart(Part):
         beat = self.claims.next_deadline()
         calls = self.links.calls()
         quarantined = self.half.is_quarantining
-        held = [peer for peer in self.half._loads.values()]
+        held = list(self.half._loads.values())
         busy = [f"{len(self.claims)} claims"] * bool(len(self.claims)) + [f"calls {sorted(calls)}"] * bool(calls)
         busy += [f"loads {held}"] * bool(held) + ["a quarantine"] * quarantined
         busy += [f"{r.request_id} {r.where}" for r in requests if r and r.where in ("waiting", "loading", "aborting")]
