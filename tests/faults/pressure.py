@@ -18,7 +18,7 @@ def _handed_over(case: Case, side: Side, prompt: list[int], expected: list[int],
 def both_too_small_for_twenty(case: Case) -> None:
     """20 requests at once through two engines that hold four of them."""
     prompts = [case.prompt(150) for _ in range(REQUESTS)]
-    expected = [case.reference(prompt, 12) for prompt in prompts]
+    expected = together([lambda prompt=prompt: case.reference(prompt, 12) for prompt in prompts])
     for side in case.sides:
         together([
             lambda side=side, prompt=prompt, right=right: _handed_over(case, side, prompt, right, 12)
@@ -38,7 +38,7 @@ def producer_full_of_unused_leases(case: Case) -> None:
 def preempted_after_the_load(case: Case) -> None:
     """Four requests that fit when they are loaded and grow until the consumer must preempt."""
     prompts = [case.prompt(120) for _ in range(4)]
-    expected = [case.reference(prompt, 150) for prompt in prompts]
+    expected = together([lambda prompt=prompt: case.reference(prompt, 150) for prompt in prompts])
     for side in case.sides:
         before = side.consumer.metrics().total(PREEMPTIONS)
         together([
