@@ -108,7 +108,7 @@ class Pair:
 
     def wait_ready(self, show: Show) -> None:
         """Returns when both answer; `start_s` is then how long the slower one took."""
-        wait_all_ready(self.engines, _START_TIMEOUT_S, lambda _, share, doing: show(self.contender.title, share, doing))
+        wait_all_ready(self.engines, _START_TIMEOUT_S, show)
         self.start_s = time.monotonic() - self.producer.started_at
 
     @contextlib.contextmanager
