@@ -22,7 +22,8 @@ demo: setup  ## a producer, a consumer and a proxy: handoffs, a killed producer,
 test: setup check  ## lint, types, unit, peer and engine tests (about half an hour on two cores)
 	$(PYTHON) -m pytest $(TESTS) --cov --cov-report=term
 
-sim: setup  ## a simulated fleet: planted faults, then 20,000 seeds of faults (ten minutes at most; no vLLM, no network)
+sim: setup  ## simulated fleets: the smallest one exhaustively, planted faults, then 20,000 seeds (ten minutes and more)
+	$(PYTHON) -m tests.sim.exhaustive
 	$(PYTHON) -m tests.sim
 
 faults: setup  ## engines killed, frozen, starved and lied to, one table (CONNECTOR=NixlConnector, ROW="swapped ...")
