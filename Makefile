@@ -23,6 +23,7 @@ test: setup check  ## lint, types, unit, peer and engine tests (about half an ho
 	$(PYTHON) -m pytest $(TESTS) --cov --cov-report=term
 
 sim: setup  ## simulated fleets: the smallest one exhaustively, planted faults, then 20,000 seeds (ten minutes and more)
+	$(PYTHON) -m tests.sim.exhaustive_table
 	$(PYTHON) -m tests.sim.exhaustive
 	$(PYTHON) -m tests.sim
 
