@@ -19,8 +19,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "faults.md"
 _HEAD = """# Faults
 
 What happens when engines die, freeze and restart, leases run out, handoffs are not what a router thinks they are,
-clients hang up and blocks are few. Two runs of the same rows on real engines: kvlease, and the connector that ships in
-vLLM. Written by `python -m tests.faults.report` from their results; not edited by hand.
+clients hang up and blocks are few. Each row on real engines. Written by `python -m tests.faults.report` from the results
+of a run with kvlease and, where there is one, of a run with the connector that ships in vLLM; not edited by hand.
 
 Run it: `make faults` (all rows), `make faults ROW=swapped`, `make faults CONNECTOR=NixlConnector`.
 
@@ -30,7 +30,9 @@ Run it: `make faults` (all rows), `make faults ROW=swapped`, `make faults CONNEC
 - **blocks back** is the time until no engine held a block, counted from the end of the fault, and the bound: the
   lease's own plus {slack:.0f} s for the step that is running and a machine with other work. *kept*: not {kept:.0f} s
   after the bound.
-- A dash: the row leads messages through a relay that knows kvlease's, and is not run with the other connector.
+"""
+
+_DASH = """- A dash: the row leads messages through a relay that knows kvlease's, and is not run with the other connector.
 """
 
 
@@ -40,7 +42,8 @@ def render(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> str:
     from tests.faults.runner import KEPT_AFTER_S
 
     runs = [ours] if theirs is None else [ours, theirs]
-    parts = [_HEAD.format(slack=SLACK_S, kept=KEPT_AFTER_S), "## Runs\n"]
+    head = _HEAD if theirs is None else _HEAD + _DASH
+    parts = [head.format(slack=SLACK_S, kept=KEPT_AFTER_S), "## Runs\n"]
     parts.append("| connector | date | versions | settings | as they should be | wrong texts | rows that kept blocks |")
     parts.append("|---|---|---|---|---|---|---|")
     parts += [_run_line(one) for one in runs]
