@@ -19,8 +19,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "faults.md"
 _HEAD = """# Faults
 
 What happens when engines die, freeze and restart, leases run out, handoffs are not what a router thinks they are,
-clients hang up and blocks are few. Each row on real engines. Written by `python -m tests.faults.report` from the results
-of a run with kvlease and, where there is one, of a run with the connector that ships in vLLM; not edited by hand.
+clients hang up and blocks are few. Each row on real engines. Written by `python -m tests.faults.report` from the
+results of a run with kvlease and, where there is one, of a run with the connector that ships in vLLM; not edited by
+hand.
 
 Run it: `make faults` (all rows), `make faults ROW=swapped`, `make faults CONNECTOR=NixlConnector`.
 
@@ -32,7 +33,7 @@ Run it: `make faults` (all rows), `make faults ROW=swapped`, `make faults CONNEC
   after the bound.
 """
 
-_DASH = """- A dash: the row leads messages through a relay that knows kvlease's, and is not run with the other connector.
+_DASH = """- A dash: the row leads messages through a relay that knows kvlease's, and is not run with the other one.
 """
 
 
