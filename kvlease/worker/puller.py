@@ -334,6 +334,7 @@ class Puller:
                 self._drop(key, source)
 
     def _greeted(self, source: Source, reply: AnyReply, now: float) -> None:
+        source.is_greeting = False  # whatever comes of the answer: else nobody would greet again
         try:
             self._repair(source)
             source.greeted(reply)

@@ -66,3 +66,10 @@ def test_the_story_does_not_depend_on_how_strings_are_hashed() -> None:
 def test_vllm_is_not_needed() -> None:
     code = "import sys, tests.sim.__main__\nassert not [name for name in sys.modules if name.startswith('vllm')]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("seed", [2908])
+def test_seeds_that_once_found_something_find_nothing_now(seed: int) -> None:
+    """2908: a greeting that could not be used was never over, so its producer was neither greeted nor forgotten."""
+    with silence():
+        assert run_seed(seed).violations == []
