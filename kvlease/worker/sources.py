@@ -148,7 +148,6 @@ class Source:
         Raises:
             SourceError: refused, or what the producer says of itself cannot be used.
         """
-        self.is_greeting = False
         match reply:
             case Welcome():
                 self._welcome(reply)
