@@ -16,6 +16,11 @@ FLOAT32 = ("--dtype", "float32")
 
 NO_PREFIX_CACHE = "--no-enable-prefix-caching"
 
+PATIENCE = {"acquire_timeout_s": 8.0, "commit_timeout_s": 8.0, "peer_timeout_s": 6.0}
+"""Three engines on two cores keep each other, and a relay between them, waiting for a second and more: their workers
+spin. No test of a lost message may depend on that.
+"""
+
 
 def spec(
     name: str, role: str, flags: Iterable[str] = (), *, policy: str = "recompute", port: int = 0, **knobs: Any
@@ -25,7 +30,7 @@ def spec(
         "kv_connector": "KVLeaseConnector",
         "kv_role": role,
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"host": "127.0.0.1", "port": port, **knobs},
+        "kv_connector_extra_config": {"host": "127.0.0.1", "port": port, **PATIENCE, **knobs},
     }
     return EngineSpec(name, kv_transfer=transfer, flags=(*FLOAT32, *flags))
 

@@ -24,6 +24,7 @@ from tests.engines.clients import POLICIES, Answer, ask, occupied, through
 from tests.engines.relay import Relay
 from tests.engines.support import (
     NO_PREFIX_CACHE,
+    PATIENCE,
     check_settled,
     handoff_of,
     new_outcomes,
@@ -187,8 +188,7 @@ def test_lost_and_repeated_messages_change_nothing(fleet: Fleet, prompts: Prompt
         answer = ask(consumer, prompt, through(relay, handoff))
         wait_until(lambda: not any(relay.drops.values()) and not any(relay.repeats.values()), f"{name}, once")
         wait_until(lambda: fleet.producer.kv_usage() == 0, "the lease ends")
-    assert (answer.status, answer.token_ids) == (200, expected)
-    assert new_outcomes(consumer, before) == {"done": 1}
+    assert (answer.status, answer.token_ids, new_outcomes(consumer, before)) == (200, expected, {"done": 1})
 
 
 def test_a_producer_killed_before_a_pull_then_restarted_on_the_same_address(fleet: Fleet, prompts: PromptMaker) -> None:
@@ -200,7 +200,7 @@ def test_a_producer_killed_before_a_pull_then_restarted_on_the_same_address(flee
     before = {policy: outcomes(fleet.consumers[policy]) for policy in POLICIES}
     started = time.monotonic()
     answers = ask_both(fleet, prompt, handoffs[:2])
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 2 * PATIENCE["acquire_timeout_s"]
     for policy, answer in zip(POLICIES, answers, strict=True):
         answer.check(policy, expected)
         (outcome,) = new_outcomes(fleet.consumers[policy], before[policy])
