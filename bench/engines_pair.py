@@ -7,7 +7,6 @@ so that neither side ever sees the other one dead.
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +60,7 @@ CONTENDERS = (
         key="B'",
         slug="nixl-quiet",
         title="NixlConnector, no progress thread",
-        transfer={**_NIXL, "kv_connector_module_path": "bench.quiet_nixl"},
+        transfer={**_NIXL, "kv_connector_module_path": "devtools.quiet_nixl"},
         extra=_NIXL_EXTRA,
     ),
 )
@@ -179,9 +178,8 @@ def _specs(contender: Contender) -> list[EngineSpec]:
 
 
 def _env() -> dict[str, str]:
-    """What all engines get: this checkout first on the path, and a port for the in-tree connector's handshakes."""
+    """What all engines get: a port for the in-tree connector's handshakes."""
     return {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
     }

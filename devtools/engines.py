@@ -42,6 +42,9 @@ _STAGES = (
 )
 """A line of vLLM's log, and what the engine does after it."""
 
+_CHECKOUT = Path(__file__).resolve().parent.parent
+"""First on every engine's path, so that it runs this code, and finds :mod:`devtools.quiet_nixl`."""
+
 _ENV = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -111,7 +114,9 @@ class Engine:
         return [*command, *self.spec.flags]
 
     def _env(self, cores: str) -> dict[str, str]:
-        return {**os.environ, **_ENV, "VLLM_CPU_OMP_THREADS_BIND": self.spec.cores or cores, **self.spec.env}
+        path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
+        cpus = {"VLLM_CPU_OMP_THREADS_BIND": self.spec.cores or cores}
+        return {**os.environ, **_ENV, "PYTHONPATH": path, **cpus, **self.spec.env}
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -79,9 +79,13 @@ def lora_flags() -> list[str]:
 
 
 def nixl_spec(name: str, role: str, flags: Sequence[str], policy: str) -> EngineSpec:
-    """One engine with the connector that ships in vLLM; settings equal ours where there are any."""
+    """One engine with the connector that ships in vLLM; settings equal ours where there are any.
+
+    NIXL's progress thread and the pinning to its core are off: each of three engines would keep a core busy with them.
+    """
     transfer = {
         "kv_connector": NIXL,
+        "kv_connector_module_path": "devtools.quiet_nixl",
         "kv_role": role,
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": dict(NIXL_LEASES),
@@ -173,4 +177,4 @@ def start_fleet(name: str, connector: str, progress: Progress, waiting: Callable
 
 def settings_of(connector: str) -> dict[str, Any]:
     """What is written down of a run's settings."""
-    return dict(LEASES) if connector == KVLEASE else dict(NIXL_LEASES)
+    return dict(LEASES) if connector == KVLEASE else {**NIXL_LEASES, "progress_thread": "off"}

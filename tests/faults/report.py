@@ -33,7 +33,10 @@ Run it: `make faults` (all rows), `make faults ROW=swapped`, `make faults CONNEC
   after the bound.
 """
 
-_DASH = """- A dash: the row leads messages through a relay that knows kvlease's, and is not run with the other one.
+_DASH = """\
+- NixlConnector runs without NIXL's progress thread and without its core pinning (`devtools/quiet_nixl.py`): as shipped,
+  the three engines of a fleet spin on every core of a small machine, and what is measured is the machine.
+- A dash: the row leads messages through a relay that knows kvlease's, and is not run with the other one.
 """
 
 

@@ -1,6 +1,6 @@
 """vLLM's own NixlConnector without two habits that cost most on small machines: NIXL's spinning thread, core pinning.
 
-Select it with `{"kv_connector": "NixlConnector", "kv_connector_module_path": "bench.quiet_nixl"}`. It is the fairer
+Select it with `{"kv_connector": "NixlConnector", "kv_connector_module_path": "devtools.quiet_nixl"}`. It is the fairer
 opponent: what is left between it and kvlease is not explained by that thread.
 """
 
