@@ -39,6 +39,8 @@ CLEAN = _wants({Got.RIGHT}, {Got.RIGHT, Got.ERROR})
 REFUSED = _wants({Got.REFUSED}, {Got.REFUSED})
 GONE = _wants({Got.LOST}, {Got.LOST})
 """The client's own engine was killed."""
+GONE_OR_SERVED = _wants({Got.LOST, Got.RIGHT}, {Got.LOST, Got.RIGHT})
+"""The same, and it may have answered before."""
 
 
 def judge(answer: Answer, expected: list[int] | None) -> Got:
