@@ -56,6 +56,7 @@ PARTS: dict[str, Part] = {
     "tokens": Part("Growth with tokens", "bench.data_growth", "tokens", ROUNDS, FEW_ROUNDS),
     "loads": Part("Growth with loads", "bench.data_growth", "loads", ROUNDS, FEW_ROUNDS),
     "chunks": Part("The size of chunks", "bench.data_pull", "chunks", ROUNDS, FEW_ROUNDS),
+    "checksum": Part("What checksums cost", "bench.data_checksum", "checksum", ROUNDS, FEW_ROUNDS),
     "hooks": Part(
         "What kvlease costs vLLM's scheduler",
         "bench.control_hooks",

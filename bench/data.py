@@ -12,7 +12,7 @@ from typing import Final
 
 from rich.console import Console
 
-from bench import data_growth, data_latency, data_plan, data_posting, data_pull, data_steps
+from bench import data_checksum, data_growth, data_latency, data_plan, data_posting, data_pull, data_steps
 from bench.output import Table, show, write_json
 
 MEASUREMENTS: Final[dict[str, Callable[[int], Iterator[Table]]]] = {
@@ -25,6 +25,7 @@ MEASUREMENTS: Final[dict[str, Callable[[int], Iterator[Table]]]] = {
     "tokens": data_growth.tokens,
     "loads": data_growth.loads,
     "chunks": data_pull.chunks,
+    "checksum": data_checksum.checksum,
 }
 
 

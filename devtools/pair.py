@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from multiprocessing.connection import Connection
@@ -30,6 +30,8 @@ from kvlease.core.peers import Answered, Unanswered
 from kvlease.core.silence import PeerTiming
 from kvlease.net.channel import Channel
 from kvlease.net.endpoint import Endpoint, GrantItem
+from kvlease.net.hashing import HasherAddress
+from kvlease.worker.agent import Agent, NixlAgent
 from kvlease.worker.regions import LayerSpec, Layout, find_regions
 from kvlease.worker.worker import WorkerHalf
 
@@ -93,7 +95,13 @@ def layout_of(caches: Mapping[str, torch.Tensor]) -> Layout:
     return find_regions(caches, specs)
 
 
-def make_half(settings: Settings, name: str, rank: int = 0, of_ranks: int = 1) -> WorkerHalf:
+def make_half(
+    settings: Settings,
+    name: str,
+    rank: int = 0,
+    of_ranks: int = 1,
+    make_agent: Callable[[Settings], Agent] = NixlAgent,
+) -> WorkerHalf:
     """One rank's worker half."""
     return WorkerHalf(
         settings=settings,
@@ -102,15 +110,21 @@ def make_half(settings: Settings, name: str, rank: int = 0, of_ranks: int = 1) -
         of_ranks=of_ranks,
         factors=FACTORS,
         fingerprint="f",
+        make_agent=make_agent,
     )
 
 
 def start_endpoint(
-    incarnation: Incarnation, ranks: list[RankInfo], extension_s: float = EXTENSION_S, port: int = 0
+    incarnation: Incarnation,
+    ranks: list[RankInfo],
+    extension_s: float = EXTENSION_S,
+    port: int = 0,
+    hashers: Sequence[HasherAddress | None] = (),
 ) -> Endpoint:
-    """A producer's endpoint, on a free port unless one is named."""
+    """A producer's endpoint, on a free port unless one is named. ``hashers``: each rank's, where checksums are on."""
     endpoint = Endpoint(incarnation, LeaseTiming(60.0, extension_s, 600.0, 0.0, 600.0, 1000), "127.0.0.1", port)
     endpoint.start()
+    endpoint.ask_hashers([hasher for hasher in hashers if hasher is not None])
     endpoint.set_ranks(ranks, FACTORS, "f", True)
     return endpoint
 
@@ -121,8 +135,9 @@ def _worker_process(pipe: Connection, settings: Settings, shape: Shape, seed: in
     caches = make_caches(shape, seed)  # kept: it is what is registered
     half.register(layout_of(caches), [BLOCK_SIZE])
     half.take_orders(Orders(leases_live=1))
-    endpoint = start_endpoint(Incarnation(engine), [half.rank_info()], port=port) if engine else None
-    pipe.send((half.rank_info(), endpoint.port if endpoint else 0))
+    info, hasher = half.rank_info(), half.hasher_address()
+    endpoint = start_endpoint(Incarnation(engine), [info], port=port, hashers=[hasher]) if engine else None
+    pipe.send((info, hasher, endpoint.port if endpoint else 0))
     try:
         while True:
             item = pipe.recv()
@@ -165,8 +180,10 @@ class Producer:
         self.process.start()
         theirs.close()
         assert self.pipe.poll(START_S), "the worker did not come up"
-        self.info, port = self.pipe.recv()
-        self.endpoint = None if together else start_endpoint(self.incarnation, [self.info], extension_s)
+        self.info, hasher, port = self.pipe.recv()
+        self.endpoint = None
+        if not together:
+            self.endpoint = start_endpoint(self.incarnation, [self.info], extension_s, hashers=[hasher])
         if self.endpoint is not None:
             port = self.endpoint.port
         self.key = PeerKey(EngineId("producer"), self.incarnation, "127.0.0.1", port)
@@ -255,9 +272,9 @@ def _ask(channel: Channel, key: PeerKey, factory: RequestFactory) -> AnyReply:
 class Consumer:
     """One consumer rank: the real worker half, in this process."""
 
-    def __init__(self, settings: Settings, shape: Shape) -> None:
+    def __init__(self, settings: Settings, shape: Shape, make_agent: Callable[[Settings], Agent] = NixlAgent) -> None:
         self.caches = make_caches(shape, None)
-        self.half = make_half(settings, "consumer")
+        self.half = make_half(settings, "consumer", make_agent=make_agent)
         self.layout = layout_of(self.caches)
         self.half.register(self.layout, [BLOCK_SIZE])
         self.reports = Reports()

@@ -53,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     progress_thread: Literal["auto", "on", "off"] = "auto"
     enforce_handshake_compat: bool = True
     inline_block_ids: bool = True
+    kv_checksum: Literal["off", "sampled", "full"] = "off"
 
     def ping_interval_s(self) -> float:
         """How often a peer with open loads is asked whether it lives: four times within ``peer_timeout_s``."""

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvlease.connector.reports import WorkerReport
 from kvlease.core.messages import RankInfo
 from kvlease.core.orders import Orders
+from kvlease.net.hashing import HasherAddress
 from kvlease.net.lifeline import LifelineAddress
 
 
@@ -33,6 +34,7 @@ class KVLeaseHandshake(KVConnectorHandshakeMetadata):
     info: RankInfo
     factors: dict[str, str]
     lifeline: LifelineAddress
+    hasher: HasherAddress | None = None
 
 
 @dataclass

@@ -32,6 +32,8 @@ METRICS: Final[dict[str, Metric]] = {
     "bytes_pulled": Metric("Bytes of KV pulled by this consumer's workers, summed over ranks."),
     "descriptors_pulled": Metric("NIXL descriptors posted by this consumer's workers, summed over ranks."),
     "pull_seconds": Metric("Seconds from a load's first post to its last byte, summed over loads and ranks."),
+    "checksums": Metric("Loads whose bytes this consumer compared, by result; once for each rank.", ("result",)),
+    "bytes_checked": Metric("Bytes of KV whose checksums this consumer's workers compared, summed over ranks."),
     "channel_events": Metric("Resends, drops and other events of this consumer's channels, by kind.", ("kind",)),
     "leases_held": Metric("Leases this producer has out: their blocks are not free.", is_gauge=True),
     "oldest_lease_age_seconds": Metric("Age of the oldest lease this producer has out.", is_gauge=True),

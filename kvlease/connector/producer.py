@@ -66,7 +66,8 @@ class ProducerHalf:
         """
         if not wants_lease(request.kv_transfer_params) or not is_served(request):
             return None
-        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        in_flight: int = getattr(request, "num_in_flight_tokens", 0)
+        computed = request.num_computed_tokens - in_flight
         num_tokens = min(request.num_prompt_tokens, computed)
         prompt = prompt_identity(request, num_tokens)
         wanted = [-(-num_tokens // block_size) for block_size in self._block_sizes]
@@ -98,6 +99,7 @@ class ProducerHalf:
                     cache_salt=prompt.cache_salt,
                     mm_hashes=prompt.mm_hashes,
                     block_ids=leased,
+                    is_settled=in_flight == 0,
                 )
             )
         except GrantRefusedError as error:

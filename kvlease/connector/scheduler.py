@@ -93,6 +93,9 @@ class SchedulerHalf:
             if handshake.factors != factors:
                 raise ConfigError(f"rank {rank} says {handshake.factors} of this engine, rank 0 says {factors}")
         self._endpoint.watch([ranks[rank].lifeline for rank in sorted(ranks)])
+        hashers = [one.hasher for _, one in sorted(ranks.items()) if one.hasher is not None]
+        if hashers:
+            self._endpoint.ask_hashers(hashers)
         self._endpoint.set_ranks(
             [ranks[rank].info for rank in sorted(ranks)],
             factors,

@@ -74,7 +74,9 @@ class WorkerFacade:
         """What the endpoint tells peers about this rank; None before :meth:`register`."""
         if self._half is None or self._lifeline is None:
             return None
-        return KVLeaseHandshake(self._half.rank_info(), self._factors, self._lifeline.address)
+        return KVLeaseHandshake(
+            self._half.rank_info(), self._factors, self._lifeline.address, self._half.hasher_address()
+        )
 
     def take_orders(self, orders: Orders) -> None:
         """Queue this step's orders for the transfer thread."""

@@ -44,13 +44,17 @@ class LeaseTiming:
 
 @dataclass(frozen=True)
 class Grant:
-    """What is lent: the blocks, one list of runs for each KV group, and the digest of the prompt they belong to."""
+    """What is lent: the blocks, one list of runs for each KV group, and the digest of the prompt they belong to.
+
+    ``is_settled``: the engine writes to none of the blocks any more, not even behind the prompt's last token.
+    """
 
     lease: LeaseId
     token: LeaseToken = field(repr=False)
     digest: bytes
     num_tokens: int
     blocks: list[BlockRuns]
+    is_settled: bool = True
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from kvlease.core.lease import Ended, Grant, Lease, LeaseEvent, LeaseState, Leas
 from kvlease.core.messages import (
     Acquire,
     AnyReply,
+    Checksum,
     Commit,
     Committed,
     Gone,
@@ -164,6 +165,18 @@ class LeaseTable:
                 return self._commit(request, now)
         return self._release(request, now)
 
+    def readable(self, request: Checksum, now: float) -> Grant | Gone:
+        """What the reader that asks may read, if the lease is live and the reader has acquired it and not left."""
+        if request.to != self.incarnation:
+            return self._refuse(request, GoneReason.UNKNOWN, now)
+        lease = self._find(request)
+        if not isinstance(lease, Lease):
+            return self._refuse(request, lease, now)
+        reader = lease.readers.get(ReaderId(request.reader))
+        if reader is None:
+            return self._refuse(request, GoneReason.UNKNOWN, now)
+        return self._refuse(request, _FINAL[reader.state], now) if reader.state in _FINAL else lease.grant
+
     def _acquire(self, request: Acquire, now: float) -> AnyReply:
         lease = self._find(request)
         if not isinstance(lease, Lease):
@@ -287,7 +300,7 @@ class LeaseTable:
 
     # What the requests have in common
 
-    def _find(self, request: Acquire | Commit | Release | Holding) -> Lease | Tombstone | GoneReason:
+    def _find(self, request: Acquire | Checksum | Commit | Release | Holding) -> Lease | Tombstone | GoneReason:
         """The lease that is meant, live or ended, if the token proves the claim."""
         lease_id = LeaseId(request.lease)
         found = self._leases.get(lease_id) or self._tombstones.get(lease_id)

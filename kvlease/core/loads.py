@@ -33,6 +33,7 @@ class FailureCause(enum.Enum):
     PEER_RESTARTED = "peer_restarted"
     PEER_CONFUSED = "peer_confused"
     TRANSFER = "transfer"
+    CHECKSUM = "checksum"
     ABORTED = "aborted"
     RESET = "reset"
     SHUTDOWN = "shutdown"

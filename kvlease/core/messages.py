@@ -125,6 +125,19 @@ class Ping(Request, frozen=True, kw_only=True):
     """Are you there?"""
 
 
+class Checksum(Request, frozen=True, kw_only=True):
+    """What are the checksums of the lease's pages that rank ``rank`` has at these positions?
+
+    ``positions`` count a KV group's blocks in token order from 0, as runs. Asked while the pages are being read.
+    """
+
+    lease: ShortStr
+    token: Token16
+    reader: ShortStr
+    rank: Count
+    positions: list[BlockRuns]
+
+
 class Commit(Request, frozen=True, kw_only=True):
     """Rank ``rank`` of ``of_ranks`` has read everything. Only ``Committed`` makes the bytes usable."""
 
@@ -143,17 +156,19 @@ class Release(Request, frozen=True, kw_only=True):
     reader: ShortStr | None = None
 
 
-class RankInfo(msgspec.Struct, frozen=True):
+class RankInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a reader needs to reach one producer rank: its NIXL agent and where its pages lie.
 
     ``regions`` are ``(base address, page stride, page length, pages, KV group, device id)``, one for each contiguous
     array of pages, in the order both sides derive from their layers' names. Addresses and lengths in bytes.
+    ``checksum`` is how the rank computes checksums of its pages; empty: it does not.
     """
 
     rank: Count
     agent_metadata: bytes
     regions: list[tuple[int, int, int, int, int, int]]
     memory: ShortStr = "DRAM"
+    checksum: ShortStr = ""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -215,6 +230,16 @@ class Pong(Reply, frozen=True, kw_only=True):
     """Yes."""
 
 
+class Checksums(Reply, frozen=True, kw_only=True):
+    """One for each region, in order; the lease was live when they had been computed.
+
+    ``is_whole`` is false when the last block of each KV group was left out, because the engine may still write to it.
+    """
+
+    sums: list[Count]
+    is_whole: bool = True
+
+
 class Committed(Reply, frozen=True, kw_only=True):
     """The lease was live when this rank's commit was handled: every byte it read was the lease's."""
 
@@ -230,8 +255,8 @@ class Invalid(Reply, frozen=True, kw_only=True):
     text: str
 
 
-AnyRequest = Hello | Acquire | Renew | Ping | Commit | Release
-AnyReply = Welcome | Refused | Granted | Gone | Renewed | Resend | Pong | Committed | Released | Invalid
+AnyRequest = Hello | Acquire | Renew | Ping | Checksum | Commit | Release
+AnyReply = Welcome | Refused | Granted | Gone | Renewed | Resend | Pong | Checksums | Committed | Released | Invalid
 
 _T = TypeVar("_T")
 

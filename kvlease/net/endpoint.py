@@ -17,7 +17,8 @@ from kvlease.core.greeting import Site
 from kvlease.core.ids import Incarnation
 from kvlease.core.leases import Ended, LeaseTiming
 from kvlease.core.messages import RankInfo
-from kvlease.net.ledger import GrantItem, GrantRefusedError, Ledger, RevokeAll, Snapshot, Watch
+from kvlease.net.hashing import HasherAddress
+from kvlease.net.ledger import AskHashers, GrantItem, GrantRefusedError, Ledger, RevokeAll, Snapshot, Watch
 from kvlease.net.lifeline import LifelineAddress, connect
 from kvlease.net.loop import Loop
 from kvlease.net.router import EndpointError, Router
@@ -125,6 +126,11 @@ class Endpoint:
             self._ledger.order(Watch(connection))
         self._wake()
         self._drop_orders_if_stopped()
+
+    def ask_hashers(self, addresses: Sequence[HasherAddress]) -> None:
+        """Answer consumers that want checksums by asking these workers, by rank; before they are told of in ranks."""
+        self._ledger.order(AskHashers(addresses))
+        self._wake()
 
     @property
     def numbers(self) -> Snapshot:

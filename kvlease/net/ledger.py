@@ -17,6 +17,7 @@ from kvlease.core.greeting import Site
 from kvlease.core.ids import LeaseId, LeaseToken
 from kvlease.core.leases import Ended
 from kvlease.core.messages import GoneReason
+from kvlease.net.hashing import HasherAddress
 
 
 class GrantRefusedError(ValueError):
@@ -28,6 +29,7 @@ class GrantItem:
     """A grant as the scheduler's thread has it at hand; digest and block runs are computed by the endpoint's thread.
 
     ``token_ids`` must not change in its first ``num_tokens`` any more. ``block_ids``: one list for each KV group.
+    ``is_settled``: see :class:`~kvlease.core.lease.Grant`.
     """
 
     lease: LeaseId
@@ -38,6 +40,7 @@ class GrantItem:
     cache_salt: str | None = field(repr=False)
     mm_hashes: Sequence[str]
     block_ids: Sequence[Sequence[int]] = field(repr=False)
+    is_settled: bool = True
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,14 @@ class Watch:
     lifeline: socket.socket
 
 
-Order = GrantItem | RevokeAll | Watch
+@dataclass(frozen=True)
+class AskHashers:
+    """From now on the workers, by rank, are asked for checksums of their pages."""
+
+    addresses: Sequence[HasherAddress]
+
+
+Order = GrantItem | RevokeAll | Watch | AskHashers
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ class Ledger:
             self._granted_at[item.lease] = self._clock()
             self._orders.append(item)
 
-    def order(self, order: RevokeAll | Watch) -> None:
+    def order(self, order: RevokeAll | Watch | AskHashers) -> None:
         """Queue anything but a grant."""
         self._orders.append(order)
 

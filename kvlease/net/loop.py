@@ -21,13 +21,17 @@ from typing import Any, Final
 
 import msgspec
 
+from kvlease.core.checksums import leased_blocks_at
 from kvlease.core.digest import prompt_digest
 from kvlease.core.greeting import answer_hello
 from kvlease.core.ids import Incarnation
 from kvlease.core.leases import Grant, LeaseTable, LeaseTiming
 from kvlease.core.messages import (
     AnyReply,
+    Checksum,
+    Checksums,
     Count,
+    Gone,
     Hello,
     Invalid,
     Ping,
@@ -39,7 +43,8 @@ from kvlease.core.messages import (
 )
 from kvlease.core.runs import block_runs
 from kvlease.logs import RateLimitedLog
-from kvlease.net.ledger import GrantItem, Ledger, RevokeAll, Snapshot, Watch
+from kvlease.net.hashing import Asked, Hashers, HashReply
+from kvlease.net.ledger import AskHashers, GrantItem, Ledger, RevokeAll, Snapshot, Watch
 from kvlease.net.lifeline import is_severed
 from kvlease.net.router import Router, peer_address
 
@@ -93,6 +98,7 @@ class Loop:
         self.table = LeaseTable(incarnation, timing)
         self._counters: Counter[str] = Counter()
         self._clock = clock
+        self._hashers = Hashers()
         self._lifelines: dict[int, socket.socket] = {}
         self._severed = False
         self._backlog_since: float | None = None
@@ -116,6 +122,8 @@ class Loop:
                 self._sever()
         now = self._clock() if self._backlog_since is None else self._backlog_since
         self._backlog_since = now
+        for asked, found in self._hashers.take():
+            self._tell_checksums(asked, found)
         is_empty = self._answer_batch()
         if is_empty or self._clock() >= now + FLOOD_PATIENCE_S:
             self._backlog_since = None
@@ -146,7 +154,8 @@ class Loop:
         payload = frames[-1].bytes
         try:
             _check_frames(frames)
-            answer = encode(self._reply_to(payload, now))
+            reply = self._reply_to(payload, frames[0].bytes, now)
+            answer = encode(reply) if reply is not None else b""
         except ProtocolError as error:
             self._log(error.reason, now, "a message from %s: %s", peer_address(frames), str(error)[:200])
             answer = self._invalid(payload, error.reason, str(error)[:200])
@@ -157,7 +166,8 @@ class Loop:
         if answer and not self._router.send(frames[0].bytes, answer):
             self._counters["replies_dropped"] += 1
 
-    def _reply_to(self, payload: bytes, now: float) -> AnyReply:
+    def _reply_to(self, payload: bytes, sender: bytes, now: float) -> AnyReply | None:
+        """The answer to one message; None when it comes later."""
         request = decode_request(payload)
         match request:
             case Ping():
@@ -167,7 +177,37 @@ class Loop:
                 reply = answer_hello(request, self.table.incarnation, self._ledger.site)
                 self._counters["welcomed" if isinstance(reply, Welcome) else "refused_hello"] += 1
                 return reply
+            case Checksum():
+                return self._ask_hashers(request, sender, now)
         return self.table.handle(request, now)
+
+    def _ask_hashers(self, request: Checksum, sender: bytes, now: float) -> Gone | None:
+        grant = self.table.readable(request, now)
+        if isinstance(grant, Gone):
+            return grant
+        blocks = leased_blocks_at(request.positions, grant.blocks, grant.is_settled)
+        self._hashers.ask(Asked(sender, request, grant.is_settled), blocks)
+        return None
+
+    def _tell_checksums(self, asked: Asked, found: HashReply) -> None:
+        """Pass a worker's answer on. Only while the lease is live are those the checksums of what it lends."""
+        request = asked.request
+        gone = self.table.readable(request, self._clock())
+        reply: AnyReply
+        if isinstance(gone, Gone):
+            reply = gone
+        elif found.error is not None:
+            self._counters["invalid_no_checksums"] += 1
+            reply = Invalid(
+                seq=request.seq, incarnation=self.table.incarnation, reason="no_checksums", text=found.error[:200]
+            )
+        else:
+            self._counters["checksums"] += 1
+            reply = Checksums(
+                seq=request.seq, incarnation=self.table.incarnation, sums=found.sums, is_whole=asked.is_whole
+            )
+        if not self._router.send(asked.sender, encode(reply)):
+            self._counters["replies_dropped"] += 1
 
     def _invalid(self, payload: bytes, reason: str, text: str) -> bytes:
         """The answer to a request that cannot be honoured; nothing, if it does not even have a number."""
@@ -191,12 +231,15 @@ class Loop:
                     self._router.watch(order.lifeline.fileno())
                     if self._severed:
                         self._hang_up()
+                case AskHashers():
+                    self._hashers.connect(self._router, order.addresses)
 
     def _grant(self, item: GrantItem) -> None:
         try:
             digest = prompt_digest(item.token_ids, item.num_tokens, item.lora, item.cache_salt, item.mm_hashes)
             blocks = [block_runs(group) for group in item.block_ids]
-            self.table.grant(Grant(item.lease, item.token, digest, item.num_tokens, blocks), self._clock())
+            grant = Grant(item.lease, item.token, digest, item.num_tokens, blocks, item.is_settled)
+            self.table.grant(grant, self._clock())
         except Exception:
             self._counters["grants_failed"] += 1
             self._log("grant", self._clock(), "no lease for %s: revoked", item.lease, level=logging.ERROR, trace=True)
@@ -214,7 +257,9 @@ class Loop:
             "channels": float(table.num_channels),
         }
         oldest_granted_at = now - table.oldest_grant(now) if len(table) else None
-        self._ledger.snapshot = Snapshot({**table.counters, **self._counters}, gauges, oldest_granted_at)
+        self._ledger.snapshot = Snapshot(
+            {**table.counters, **self._counters, **self._hashers.counters}, gauges, oldest_granted_at
+        )
 
     def _sever(self) -> None:
         """A worker's pages are going away: end everything, grant nothing more, and only then let the worker go on."""

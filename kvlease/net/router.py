@@ -63,6 +63,13 @@ class Router:
         """Undo :meth:`watch`, before ``fd`` is closed."""
         self._poller.unregister(fd)
 
+    def dial(self, address: str) -> Any:
+        """A DEALER socket to a process of this engine; :meth:`poll` returns early when something came there."""
+        socket: Any = self._context.socket(zmq.DEALER)
+        socket.connect(address)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
     def poll(self, timeout_s: float | None) -> list[int]:
         """Sleep until a message, a wake or a watched file is there, at most ``timeout_s`` seconds (None: for ever).
 

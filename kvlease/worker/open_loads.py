@@ -19,6 +19,7 @@ from typing import Final
 
 from kvlease.core.ids import LoadId
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState
+from kvlease.core.messages import Gone
 from kvlease.logs import RateLimitedLog
 from kvlease.worker.outbox import Outbox
 from kvlease.worker.pulls import Pull
@@ -104,6 +105,12 @@ class OpenLoads:
         )
         self._end(pull, LoadEvent.FAIL, cause, text, now)
 
+    def fail_gone(self, pull: Pull, reply: Gone, now: float) -> None:
+        """The producer says that the lease is not, or no longer, ours to read."""
+        age = "" if reply.age_s is None else f", {reply.age_s:.1f} s ago"
+        text = f"the lease is gone: {reply.why.value}{age}"
+        self.fail(pull, FailureCause(f"gone_{reply.why.value}"), text, now)
+
     def fail_late(self, now: float) -> None:
         """Fail the loads whose time is over."""
         for pull in [pull for pull in self._pulls.values() if now >= pull.deadline]:
@@ -153,6 +160,8 @@ class OpenLoads:
             del self.reading[pull]
         if was is LoadState.COMMITTING:
             pull.source.peer.cancel(pull)
+        if pull.check is not None:
+            pull.check.drop()
         pull.source.leave(now)
         if cause is None:
             self.counts["loads_done"] += 1

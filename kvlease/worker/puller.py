@@ -26,6 +26,7 @@ from kvlease.core.orders import LoadOrder, Orders
 from kvlease.core.peers import Answered, Event, PeerDied, PeerForgotten, PeerState, Unanswered
 from kvlease.core.plan import Limits, Pages, PlanError, load_bytes, plan
 from kvlease.worker.agent import Agent, AgentError
+from kvlease.worker.checks import Check, Checks, Hashing
 from kvlease.worker.open_loads import OpenLoads
 from kvlease.worker.outbox import Outbox
 from kvlease.worker.pulls import Pull
@@ -79,12 +80,14 @@ class Puller:
         local: Local,
         outbox: Outbox,
         clock: Callable[[], float],
+        hashing: Hashing | None = None,
     ) -> None:
         self._identity, self._settings, self._agent, self._link = identity, settings, agent, link
         self._local, self._clock = local, clock
         self._limits = Limits(settings.chunk_bytes, settings.chunk_descriptors)
         self._bytes_ahead = CHUNKS_AHEAD * settings.chunk_bytes
         self._loads = OpenLoads(outbox)
+        self._checks = Checks(settings, identity.rank, local, self._loads, hashing, self._commit, link.wake)
         self._sources: dict[PeerKey, Source] = {}
         self._counts: Counter[str] = Counter()
         self._pull_seconds = 0.0
@@ -132,6 +135,7 @@ class Puller:
             self._hear(key, event, now)
         for pull in [pull for pull in self._loads.reading if pull.posted]:
             self._loads.guard(pull, self._poll, now)
+        self._checks.step(now)
         until = self._clock() + POST_BUDGET_S
         while self._post_round(now, until):
             pass
@@ -157,6 +161,7 @@ class Puller:
         return {
             **self._loads.counts,
             **self._counts,
+            **self._checks.counts,
             "pull_seconds": self._pull_seconds,
             "loads_open": len(self._loads),
             "loads_unsettled": self._loads.num_unsettled,
@@ -228,6 +233,7 @@ class Puller:
         pull.happen(LoadEvent.DISPATCH)
         pull.since = self._clock()
         self._loads.reading[pull] = None
+        self._checks.ask(pull, now)
         self._commit_if_read(pull, now)
 
     # Reading
@@ -279,6 +285,12 @@ class Puller:
         del self._loads.reading[pull]
         pull.happen(LoadEvent.READ)
         self._pull_seconds += self._clock() - pull.since
+        if pull.check is not None:
+            self._checks.read(pull.check, now)
+        else:
+            self._commit(pull, now)
+
+    def _commit(self, pull: Pull, now: float) -> None:
         order, identity = pull.order, self._identity
         pull.source.peer.call(
             pull,
@@ -299,9 +311,8 @@ class Puller:
         match reply:
             case Committed():
                 self._loads.committed(pull, now)
-            case Gone(why=why, age_s=age_s):
-                age = "" if age_s is None else f", {age_s:.1f} s ago"
-                self._loads.fail(pull, FailureCause(f"gone_{why.value}"), f"the lease is gone: {why.value}{age}", now)
+            case Gone():
+                self._loads.fail_gone(pull, reply, now)
             case _:
                 text = f"answered the commit with {type(reply).__name__}"
                 self._loads.fail(pull, FailureCause.PEER_CONFUSED, text, now)
@@ -314,8 +325,13 @@ class Puller:
                 if pull.state is LoadState.COMMITTING:
                     self._loads.guard(pull, lambda pull, now: self._commit_answered(pull, reply, now), now)
                 return
-            case Unanswered(call=Pull() as pull, cause=cause):
-                text = f"no answer to the commit: {cause}"
+            case Answered(call=Check(pull=pull) as check, reply=reply):
+                self._loads.guard(pull, lambda _, now: self._checks.answered(check, reply, now), now)
+                return
+            case Unanswered(call=Check() as check, cause="timeout") if self._checks.ask_again(check, now):
+                return
+            case Unanswered(call=(Pull() as pull) | Check(pull=pull), cause=cause):
+                text = f"no answer to the {'commit' if event.call is pull else 'question for checksums'}: {cause}"
                 self._loads.fail(pull, _cause(cause, FailureCause.COMMIT_TIMEOUT), text, now)
                 return
         source = self._sources.get(key)

@@ -8,13 +8,16 @@ write to the load's blocks any more.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState, next_state
 from kvlease.core.orders import LoadOrder
 from kvlease.core.plan import Chunk, Plan
 from kvlease.worker.agent import Agent, AgentError, ReadState
 from kvlease.worker.sources import Source
+
+if TYPE_CHECKING:
+    from kvlease.worker.checks import Check
 
 READS_PER_PULL = 4
 """Chunks of one load that may be posted at once: the transport has the next one before we hear of the last."""
@@ -49,6 +52,7 @@ class Pull:
     posted: list[_Posted] = field(default_factory=list)
     since: float = 0.0
     report_at: float | None = None
+    check: Check | None = None
 
     def __repr__(self) -> str:
         return (

@@ -53,13 +53,14 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this rank says it is."""
+    """Who this rank says it is. ``checksum``: how it wants bytes compared; empty: not at all."""
 
     engine_id: EngineId
     rank: Rank
     of_ranks: int
     factors: Mapping[str, str]
     fingerprint: str
+    checksum: str = ""
 
     def hello(self, seq: int, to: Incarnation) -> Hello:
         """The greeting to a producer; it asks for the rank that mirrors ours."""
@@ -202,6 +203,12 @@ class Source:
         info = next((info for info in reply.ranks if info.rank == self.identity.rank), None)
         if info is None:
             raise SourceError(FailureCause.PEER_CONFUSED, f"says nothing of its rank {self.identity.rank}")
+        if self.identity.checksum not in ("", info.checksum):
+            raise SourceError(
+                FailureCause.INCOMPATIBLE,
+                f"computes no {self.identity.checksum} checksums of its pages, and our kv_checksum wants them: "
+                "set kv_checksum to 'sampled' or 'full' on the producer, too, or to 'off' here",
+            )
         if self.remote is None or self.is_broken or self.remote.info != info:
             self._replace(info)
 

@@ -24,6 +24,7 @@ from kvlease.core.messages import RankInfo
 from kvlease.core.orders import Orders, Reports
 from kvlease.logs import RateLimitedLog
 from kvlease.worker.agent import Agent
+from kvlease.worker.checks import Hashing
 from kvlease.worker.outbox import Outbox
 from kvlease.worker.puller import Local, Puller
 from kvlease.worker.regions import Layout, pages_of, strided_rows, to_wire
@@ -61,10 +62,11 @@ class TransferThread:
         make_agent: Callable[[], Agent],
         make_link: Callable[[], Link],
         null_block: int | None = None,
+        hashing: Hashing | None = None,
     ) -> None:
         self._identity, self._settings, self._layout = identity, settings, layout
         self._block_sizes, self._null_block = list(block_sizes), null_block
-        self._make_agent, self._make_link = make_agent, make_link
+        self._make_agent, self._make_link, self._hashing = make_agent, make_link, hashing
         self._outbox = Outbox()
         self._orders: deque[Orders] = deque()
         self._leases_live = 0
@@ -164,6 +166,7 @@ class TransferThread:
             agent_metadata=agent.metadata(),
             regions=[to_wire(region) for region in self._layout.regions],
             memory=self._layout.memory,
+            checksum=self._identity.checksum,
         )
         self._link = self._make_link()
         self._puller = Puller(
@@ -174,6 +177,7 @@ class TransferThread:
             local=Local(pages_of(self._layout.regions), self._block_sizes, prepared, self._null_block),
             outbox=self._outbox,
             clock=time.monotonic,
+            hashing=self._hashing,
         )
         return self._puller
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import numpy as np
 from vllm.v1.engine import FinishReason
 
+from kvlease.config import Settings
+from kvlease.connector.metadata import KVLeaseHandshake
+from kvlease.connector.producer import ProducerHalf
+from kvlease.core.digest import prompt_digest
+from kvlease.core.ids import EngineId, Incarnation
+from kvlease.core.messages import Acquire, Checksum, RankInfo
+from kvlease.net.endpoint import GrantItem
+from kvlease.net.lifeline import Lifeline
+from kvlease.worker.hasher import Hasher
+from kvlease.worker.regions import Layout, Region
 from tests.connector.harness import BLOCK_SIZE, prompt
+from tests.net.test_endpoint import Client
 
 if TYPE_CHECKING:
     from tests.connector.harness import Site
@@ -73,3 +86,51 @@ def test_no_lent_block_is_used_again_however_many_requests_come(make_site: MakeS
         assert lent.isdisjoint(used)
     producer.until(lambda: len(producer.finished) == 13)
     assert producer.blocks_free == 15 - len(lent)
+
+
+class RecordingEndpoint:
+    is_alive = True
+    port = 1
+
+    def __init__(self) -> None:
+        self.items: list[GrantItem] = []
+
+    def grant(self, item: GrantItem) -> None:
+        self.items.append(item)
+
+
+def test_blocks_that_a_step_in_flight_may_write_to_are_lent_as_not_settled(make_site: MakeSite) -> None:
+    site, endpoint = make_site("kv_producer"), RecordingEndpoint()
+    request = site.submit("p", prompt(40))
+    site.until(lambda: "p" in site.finished)
+    request.kv_transfer_params = ASK
+    us = Incarnation(b"i" * 16)
+    half = ProducerHalf(Settings(), endpoint, EngineId("e"), us, "127.0.0.1", 1, [BLOCK_SIZE])  # type: ignore[arg-type]
+    for in_flight in (0, 1):
+        request.num_in_flight_tokens, request.num_computed_tokens = in_flight, 40 + in_flight
+        assert half.grant(request, ([5, 6, 7],)) is not None
+    assert [item.is_settled for item in endpoint.items] == [True, False]
+
+
+def test_a_worker_that_computes_checksums_is_asked_for_those_of_the_lent_blocks(make_site: MakeSite) -> None:
+    pages = np.random.default_rng(1).integers(0, 256, (64, 128), dtype=np.uint8)
+    hasher = Hasher(Layout([Region(pages.ctypes.data, 128, 128, 64, 0, 0)], "DRAM", []))
+    hasher.start()
+    lifeline, producer, tokens = Lifeline(), make_site("kv_producer", kv_checksum="full"), prompt(40)
+    info = RankInfo(0, b"", [], checksum="crc32")
+    handshake = KVLeaseHandshake(info, {}, lifeline.address, hasher.address)
+    producer.connector.set_xfer_handshake_metadata({0: handshake})
+    handoff = producer.prefill("p", tokens)
+    us = Incarnation(bytes.fromhex(handoff["kvlease"]["incarnation"]))
+    claim = {
+        "lease": handoff["remote_request_id"],
+        "token": bytes.fromhex(handoff["kvlease"]["token"]),
+        "reader": "c/1",
+    }
+    client = Client(handoff["remote_port"])
+    client.ask(Acquire, to=us, channel="c", digest=prompt_digest(tokens, 40, None, None, []), **claim)
+    answer = client.ask(Checksum, to=us, rank=0, positions=[[(0, 3)]], **claim)
+    assert answer.sums == [zlib.crc32(pages[handoff["remote_block_ids"][0]].tobytes())]
+    client.close()
+    assert lifeline.sever()
+    assert hasher.shutdown()

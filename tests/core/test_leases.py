@@ -14,6 +14,7 @@ from kvlease.core.loads import IllegalTransition
 from kvlease.core.messages import (
     RENEW_LIST_MAX,
     Acquire,
+    Checksum,
     Commit,
     Committed,
     Gone,
@@ -213,6 +214,24 @@ def test_only_a_reader_that_acquired_can_commit(story: Story) -> None:
     story.acquire("c/1")
     assert gone(story.commit("c/2")) is GoneReason.UNKNOWN
     assert story.ended() == []
+
+
+def test_what_may_be_read_is_told_to_readers_of_a_live_lease_only(story: Story) -> None:
+    def readable(reader: str = "c/1", to: Incarnation = US, token: LeaseToken = TOKEN) -> Grant | GoneReason:
+        request = Checksum(seq=1, to=to, lease="L", token=token, reader=reader, rank=0, positions=[])
+        found = story.table.readable(request, story.now)
+        return found if isinstance(found, Grant) else found.why
+
+    assert readable() is GoneReason.UNKNOWN  # nobody compared its digest
+    story.acquire()
+    story.acquire(reader="c/2")
+    assert readable() == Grant(LeaseId("L"), TOKEN, DIGEST, 48, [[(3, 3)]])
+    assert readable(token=WRONG) is GoneReason.BAD_TOKEN
+    assert readable(to=Incarnation(b"producer-life-02")) is GoneReason.UNKNOWN
+    story.commit()
+    assert readable() is GoneReason.COMMITTED
+    story.table.revoke_all(story.now)
+    assert readable("c/2") is GoneReason.REVOKED
 
 
 def test_a_lease_has_a_bounded_number_of_readers(story: Story) -> None:

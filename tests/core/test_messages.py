@@ -30,6 +30,7 @@ REQUESTS: list[m.AnyRequest] = [
     m.Commit(seq=5, to=TO, lease="l", token=TOKEN, reader="c/r", rank=0, of_ranks=2),
     m.Release(seq=6, to=TO, lease="l", token=TOKEN),
     m.Release(seq=7, to=TO, lease="l", token=TOKEN, reader="c/r"),
+    m.Checksum(seq=8, to=TO, lease="l", token=TOKEN, reader="c/r", rank=1, positions=[[(0, 3), (9, 1)], []]),
 ]
 
 REPLIES: list[m.AnyReply] = [
@@ -45,6 +46,7 @@ REPLIES: list[m.AnyReply] = [
     m.Renewed(seq=3, incarnation=TO, ttl_s=9.5, gone=[m.GoneHolding("c/r", m.GoneReason.EXPIRED)]),
     m.Resend(seq=3, incarnation=TO),
     m.Pong(seq=4, incarnation=TO),
+    m.Checksums(seq=4, incarnation=TO, sums=[0, 0xFFFFFFFF], is_whole=False),
     m.Committed(seq=5, incarnation=TO),
     m.Released(seq=6, incarnation=TO),
     m.Invalid(seq=0, incarnation=TO, reason="malformed", text="what?"),
@@ -149,6 +151,13 @@ def test_fields_that_an_older_version_lacks_have_defaults() -> None:
     old = {"type": "Renew", "seq": 1, "to": TO, "channel": "c", "base": 0, "generation": 1}
     renew = m.decode_request(msgspec.msgpack.encode(old))
     assert renew == m.Renew(seq=1, to=TO, channel="c", base=0, generation=1)
+
+
+def test_a_rank_without_checksums_does_not_speak_of_them() -> None:
+    rank = m.RankInfo(rank=0, agent_metadata=b"x", regions=[])
+    welcome = m.Welcome(seq=1, incarnation=TO, version=1, ranks=[rank])
+    assert b"checksum" not in m.encode(welcome)
+    assert m.decode_reply(m.encode(welcome)) == welcome
 
 
 def test_a_grant_of_a_million_scattered_blocks_fits() -> None:

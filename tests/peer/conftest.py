@@ -9,6 +9,7 @@ import pytest
 
 from devtools.pair import EXTENSION_S, Consumer, Producer, Shape
 from kvlease.config import Settings
+from kvlease.worker.agent import Agent, NixlAgent
 
 Make = Callable[..., tuple[Consumer, Producer]]
 
@@ -23,12 +24,13 @@ def make() -> Iterator[Make]:
         *,
         together: bool = False,
         extension_s: float = EXTENSION_S,
+        make_agent: Callable[[Settings], Agent] = NixlAgent,
         **extra: Any,
     ) -> tuple[Consumer, Producer]:
         settings = Settings(num_threads=0, **extra)
         producer = Producer(settings, shape, together=together, extension_s=extension_s)
         parts.append(producer)
-        consumer = Consumer(settings, shape)
+        consumer = Consumer(settings, shape, make_agent)
         parts.append(consumer)
         return consumer, producer
 

@@ -38,8 +38,7 @@ PROMPT = list(range(BLOCK_SIZE * len(BLOCKS)))
 class Rig:
     """Both engines' ranks in this process; each side's ranks hold different bytes, as slices of heads are."""
 
-    def __init__(self) -> None:
-        settings = Settings(num_threads=0)
+    def __init__(self, settings: Settings) -> None:
         self.theirs = [make_caches(SHAPE, seed=rank + 1) for rank in range(2)]
         self.ours = [make_caches(SHAPE, None) for _ in range(2)]
         self.producers = [make_half(settings, "producer", rank, 2) for rank in range(2)]
@@ -49,7 +48,11 @@ class Rig:
         for half in self.producers:
             half.take_orders(Orders(leases_live=1))
         self.incarnation = Incarnation(os.urandom(16))
-        self.endpoint = start_endpoint(self.incarnation, [half.rank_info() for half in self.producers])
+        self.endpoint = start_endpoint(
+            self.incarnation,
+            [half.rank_info() for half in self.producers],
+            hashers=[half.hasher_address() for half in self.producers],
+        )
         self.key = PeerKey(EngineId("producer"), self.incarnation, "127.0.0.1", self.endpoint.port)
         self.channel = Channel(PeerTiming(10.0, 2.5))
 
@@ -82,9 +85,10 @@ class Rig:
             half.shutdown()
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
+@pytest.fixture(params=["off", "full"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """With and without checksums: each rank's are those of its mirror."""
+    made = Rig(Settings(num_threads=0, kv_checksum=request.param))
     yield made
     made.close()
 

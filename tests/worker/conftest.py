@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from kvlease.config import Settings
+from kvlease.core.checksums import ALGORITHM, leased_blocks_at
 from kvlease.core.ids import EngineId, Incarnation, LeaseId, LeaseToken, LoadId, PeerKey, Rank, ReaderId
 from kvlease.core.messages import (
     PROTOCOL_VERSION,
     AnyReply,
     AnyRequest,
+    Checksum,
+    Checksums,
     Commit,
     Committed,
     Hello,
@@ -25,11 +28,14 @@ from kvlease.core.messages import (
 )
 from kvlease.core.orders import LoadOrder, Orders, Reports
 from kvlease.core.peers import Event, Peer, PeerForgotten
+from kvlease.core.runs import Ids, expand_runs
 from kvlease.core.silence import PeerTiming
 from kvlease.testing import FakeAgent, FakeClock, FakeFabric
+from kvlease.worker.hasher import Job
 from kvlease.worker.outbox import Outbox
+from kvlease.worker.page_sums import PageSums
 from kvlease.worker.puller import Local, Puller
-from kvlease.worker.regions import MemoryRange, Region, pages_of, strided_rows, to_wire
+from kvlease.worker.regions import Layout, MemoryRange, Region, pages_of, strided_rows, to_wire
 from kvlease.worker.sources import Identity
 
 R = TypeVar("R", bound=AnyRequest)
@@ -54,6 +60,15 @@ class Memory:
         self.agent = FakeAgent(fabric)
         self.agent.register([MemoryRange(self.pages.ctypes.data, self.pages.nbytes, 0)], "DRAM")
 
+    def sums(self, blocks: Sequence[Ids]) -> list[int]:
+        """The checksums of these blocks, all at once."""
+        steps = PageSums(Layout(self.regions, "DRAM", [])).sums(blocks)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
 
 class Producer:
     """Answers what it is told to: ``say[type]`` replaces the answer to one kind of request. None is silence."""
@@ -65,10 +80,13 @@ class Producer:
         self.say: dict[type, Callable[[AnyRequest], AnyReply | None]] = {}
         self.heard: list[AnyRequest] = []
         self.is_silent = False
+        self.checksum = ""
+        self.leases: dict[str, list[tuple[int, int]]] = {}
+        self.is_settled = True
 
     def rank_info(self) -> RankInfo:
         regions = [to_wire(region) for region in self.memory.regions]
-        return RankInfo(rank=0, agent_metadata=self.memory.agent.metadata(), regions=regions)
+        return RankInfo(rank=0, agent_metadata=self.memory.agent.metadata(), regions=regions, checksum=self.checksum)
 
     def answer(self, request: AnyRequest) -> AnyReply | None:
         self.heard.append(request)
@@ -82,6 +100,10 @@ class Producer:
                 return Welcome(seq=seq, incarnation=self.incarnation, version=PROTOCOL_VERSION, ranks=ranks)
             case Ping(seq=seq):
                 return Pong(seq=seq, incarnation=self.incarnation)
+            case Checksum(seq=seq, lease=lease, positions=positions):
+                (runs,) = leased_blocks_at(positions, [self.leases[lease]], self.is_settled)
+                sums = self.memory.sums([expand_runs(runs, 0, sum(count for _, count in runs), BLOCKS)])
+                return Checksums(seq=seq, incarnation=self.incarnation, sums=sums, is_whole=self.is_settled)
             case Commit(seq=seq):
                 return Committed(seq=seq, incarnation=self.incarnation)
         raise AssertionError(request)
@@ -137,6 +159,25 @@ class FakeLink:
         self.peers.setdefault(peer.key, peer)
 
 
+class ScriptedHasher:
+    """Computes at once, or with ``is_slow`` when it is told to; ``error`` instead of a result."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.jobs: list[Job] = []
+        self.is_slow = False
+        self.error = ""
+
+    def submit(self, blocks: Sequence[Ids], tell: Callable[[list[int] | str], None]) -> Job:
+        self.jobs.append(Job(blocks, tell))
+        if not self.is_slow:
+            self.finish()
+        return self.jobs[-1]
+
+    def finish(self) -> None:
+        self.jobs[-1].tell(self.error or self.memory.sums(self.jobs[-1].blocks))
+
+
 @dataclass
 class World:
     """A consumer's puller, and whom it can read from."""
@@ -152,14 +193,17 @@ class World:
         self.agent = self.memory.agent
         self.outbox = Outbox()
         rows = strided_rows(self.memory.regions)
+        self.hasher = ScriptedHasher(self.memory)
+        checksum = ALGORITHM if self.settings.kv_checksum != "off" else ""
         self.puller = Puller(
-            identity=Identity(EngineId("consumer"), Rank(0), 1, {"kv": "bf16"}, "print"),
+            identity=Identity(EngineId("consumer"), Rank(0), 1, {"kv": "bf16"}, "print", checksum),
             settings=self.settings,
             agent=self.agent,
             link=self.link,
             local=Local(pages_of(self.memory.regions), [BLOCK_SIZE], self.agent.prepare(None, rows, "DRAM"), None),
             outbox=self.outbox,
             clock=self.clock,
+            hashing=self.hasher if checksum else None,
         )
         self.producer = self.new_producer("p")
 
@@ -172,11 +216,13 @@ class World:
     def new_producer(self, name: str, port: int | None = None) -> Producer:
         """At an address of its own, unless ``port`` says where."""
         producer = Producer(self.fabric, name, port or len(self.link.producers) + 1)
+        producer.checksum = ALGORITHM if self.settings.kv_checksum != "off" else ""
         self.link.producers[producer.key] = producer
         return producer
 
     def order(self, load: str, blocks: dict[int, int], producer: Producer | None = None, **changes: Any) -> LoadOrder:
         """Read the producer's blocks (values) into ours (keys)."""
+        (producer or self.producer).leases[f"lease-of-{load}"] = [(block, 1) for block in blocks.values()]
         fields: dict[str, Any] = {
             "load": LoadId(load),
             "lease": LeaseId(f"lease-of-{load}"),
