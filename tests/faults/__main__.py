@@ -13,7 +13,9 @@ import datetime
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from rich.table import Table
 from devtools.display import Display
 from tests.faults import clients, handoffs, leases, life, pressure, signals  # noqa: F401  (they fill the list)
 from tests.faults.fleets import KVLEASE, NIXL, Fleet, settings_of, start_fleet
-from tests.faults.rows import ROWS, Row, select
+from tests.faults.rows import ROWS, Row, passes, select
 from tests.faults.runner import Runner
 from tests.faults.verdict import Result, summary
 
@@ -67,15 +69,17 @@ def run(rows: list[Row], connector: str, console: Console, json_file: Path | Non
             if json_file is not None:
                 write_json(json_file, results, connector, time.monotonic() - began)
 
-        def start(name: str) -> AbstractContextManager[Fleet]:
+        def start(policies: Sequence[str], name: str) -> AbstractContextManager[Fleet]:
             return start_fleet(
                 name,
                 connector,
+                policies,
                 progress=display.show,
                 waiting=lambda seconds: display.show("lock", 0.0, "waiting for other engines on this machine"),
             )
 
-        Runner(connector, start, watch, done).run(rows)
+        for policies, chosen in passes(rows, connector):
+            Runner(connector, partial(start, policies), watch, done).run(chosen)
     return results
 
 

@@ -13,7 +13,6 @@ from devtools.engines import Engine, EngineSpec, Progress, core_shares, engine_s
 from devtools.model import ensure_model
 from devtools.processes import free_port
 from devtools.prompts import PromptMaker
-from tests.engines.clients import POLICIES
 from tests.engines.support import FLOAT32, NO_PREFIX_CACHE, spec
 from tests.faults.adapters import ADAPTERS, ensure_adapters
 
@@ -108,7 +107,7 @@ def make_spec(
 
 @dataclass
 class Fleet:
-    """One producer, and a consumer for each policy."""
+    """One producer, and a consumer for each policy that is run."""
 
     connector: str
     producer: Engine
@@ -152,8 +151,10 @@ class Fleet:
 
 
 @contextmanager
-def start_fleet(name: str, connector: str, progress: Progress, waiting: Callable[[float], None]) -> Iterator[Fleet]:
-    """The engines of one plan, ended on the way out."""
+def start_fleet(
+    name: str, connector: str, policies: Sequence[str], progress: Progress, waiting: Callable[[float], None]
+) -> Iterator[Fleet]:
+    """The engines of one plan, a consumer for each of ``policies``, ended on the way out."""
     plan = PLANS[name]
     log_dir = LOG_ROOT / connector / name
     shutil.rmtree(log_dir, ignore_errors=True)
@@ -162,11 +163,11 @@ def start_fleet(name: str, connector: str, progress: Progress, waiting: Callable
     its_cores, their_cores = core_shares(2)
     producer = make_spec(connector, "producer", "kv_producer", [*plan.producer, *loras], plan.knobs)
     consumers = [
-        make_spec(connector, policy, "kv_consumer", [*plan.consumer, *loras], plan.knobs, policy) for policy in POLICIES
+        make_spec(connector, policy, "kv_consumer", [*plan.consumer, *loras], plan.knobs, policy) for policy in policies
     ]
     specs = [replace(producer, cores=its_cores), *(replace(one, cores=their_cores) for one in consumers)]
     with engine_set(specs, log_dir, progress=progress, waiting=waiting) as engines:
-        by_policy = dict(zip(POLICIES, engines[1:], strict=True))
+        by_policy = dict(zip(policies, engines[1:], strict=True))
         fleet = Fleet(connector, engines[0], by_policy, PromptMaker(ensure_model()), log_dir)
         try:
             yield fleet

@@ -35,7 +35,8 @@ Run it: `make faults` (all rows), `make faults ROW=swapped`, `make faults CONNEC
 
 _DASH = """\
 - NixlConnector runs without NIXL's progress thread and without its core pinning (`devtools/quiet_nixl.py`): as shipped,
-  the three engines of a fleet spin on every core of a small machine, and what is measured is the machine.
+  the engines of a fleet spin on every core of a small machine, and what is measured is the machine. It meets the
+  policies one after the other, because its waiting consumers spin, too.
 - A dash: the row leads messages through a relay that knows kvlease's, and is not run with the other one.
 """
 

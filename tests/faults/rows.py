@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from devtools.engines import Engine
@@ -87,6 +87,20 @@ def select(names: Iterable[str], connector: str) -> list[Row]:
     ]
     fleets = list(dict.fromkeys(one.fleet for one in chosen))
     return sorted(chosen, key=lambda one: fleets.index(one.fleet))
+
+
+def passes(rows: Sequence[Row], connector: str) -> list[tuple[Sequence[str], list[Row]]]:
+    """The rows as they are run: which policies at once, and what with them.
+
+    Our consumers of both policies share their cores. The other connector's spin while they wait, each on cores of its
+    own, or one would be blamed for the other: one policy after the other.
+    """
+    if connector == KVLEASE:
+        return [(POLICIES, list(rows))] if rows else []
+    split = [
+        (policy, [replace(one, policies=[policy]) for one in rows if policy in one.policies]) for policy in POLICIES
+    ]
+    return [([policy], chosen) for policy, chosen in split if chosen]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from tests.faults import __main__ as command
 from tests.faults import report
 from tests.faults import rows as listed
 from tests.faults.fleets import KVLEASE, NIXL, Fleet
-from tests.faults.rows import ROWS, Case, Row, select
+from tests.faults.rows import ROWS, Case, Row, passes, select
 from tests.faults.runner import Runner, wait_for_blocks
 from tests.faults.verdict import CLEAN, POLICY, REFUSED, SERVED, Got, Result, judge, summary
 
@@ -40,6 +40,15 @@ class TestTheList:
         theirs = {one.name for one in select([], NIXL)}
         assert "forged-token" not in theirs
         assert {"swapped", "producer-frozen-before-the-claim", "two-hundred-cut-off"} <= theirs
+
+    def test_the_other_connector_meets_one_policy_after_the_other(self) -> None:
+        rows = select(["swapped", "two-hundred"], NIXL)
+        assert [(policies, [one.name for one in chosen]) for policies, chosen in passes(rows, NIXL)] == [
+            (["recompute"], ["swapped"]),
+            (["fail"], ["two-hundred-cut-off", "swapped"]),
+        ]
+        assert all(one.policies == list(policies) for policies, chosen in passes(rows, NIXL) for one in chosen)
+        assert passes(rows, KVLEASE) == [(POLICIES, rows)]
 
     def test_is_shown_without_engines(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert command.main(["--list"]) == 0
