@@ -172,6 +172,9 @@ class Peers:
     def forget(self, key: PeerKey) -> None:
         self.peers.pop(key, None)
 
+    def wake(self) -> None:
+        """Nobody sleeps here."""
+
     def take_events(self) -> list[tuple[PeerKey, Event]]:
         return [(key, event) for key, peer in self.peers.items() for event in peer.take_events()]
 
