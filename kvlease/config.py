@@ -63,6 +63,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """How long a load of ``len_bytes`` may take from admission to its report."""
         return self.load_timeout_s + self.load_timeout_s_per_gib * len_bytes / _GIB
 
+    def check_budget_s(self, len_bytes: int) -> float:
+        """How long the checksums of ``len_bytes`` may be waited for, from the last byte that was read."""
+        return self.commit_timeout_s + self.load_timeout_s_per_gib * len_bytes / _GIB
+
 
 def parse_settings(extra: Mapping[str, Any]) -> Settings:
     """Check ``kv_connector_extra_config``.

@@ -35,8 +35,6 @@ from kvlease.worker.pulls import Pull
 if TYPE_CHECKING:
     from kvlease.worker.puller import Local
 
-_GIB = 1 << 30
-
 
 class Hashing(Protocol):
     """What is used of :class:`kvlease.worker.hasher.Hasher`."""
@@ -158,8 +156,7 @@ class Checks:
                 self._loads.guard(check.pull, partial(self._judge, check, ours), now)
 
     def _allowed_s(self, check: Check) -> float:
-        len_bytes = check_bytes(self._local.pages, check.positions)
-        return self._settings.commit_timeout_s + self._settings.load_timeout_s_per_gib * len_bytes / _GIB
+        return self._settings.check_budget_s(check_bytes(self._local.pages, check.positions))
 
     def _call(self, check: Check, now: float, timeout_s: float) -> None:
         order, rank = check.pull.order, self._rank

@@ -80,7 +80,7 @@ def lora_flags() -> list[str]:
 def nixl_spec(name: str, role: str, flags: Sequence[str], policy: str) -> EngineSpec:
     """One engine with the connector that ships in vLLM; settings equal ours where there are any.
 
-    NIXL's progress thread and the pinning to its core are off: each of three engines would keep a core busy with them.
+    NIXL's progress thread and the pinning to its core are off: each engine would keep a core busy with them.
     """
     transfer = {
         "kv_connector": NIXL,

@@ -92,8 +92,8 @@ def select(names: Iterable[str], connector: str) -> list[Row]:
 def passes(rows: Sequence[Row], connector: str) -> list[tuple[Sequence[str], list[Row]]]:
     """The rows as they are run: which policies at once, and what with them.
 
-    Our consumers of both policies share their cores. The other connector's spin while they wait, each on cores of its
-    own, or one would be blamed for the other: one policy after the other.
+    Our consumers of both policies run side by side, on the same cores. The other connector's spin while they wait, and
+    one would be blamed for what the other does to it: they run one policy after the other.
     """
     if connector == KVLEASE:
         return [(POLICIES, list(rows))] if rows else []
