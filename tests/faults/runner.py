@@ -80,14 +80,10 @@ class Runner:
         since = time.monotonic() if case.blocks_since is None else case.blocks_since
         for engine in fleet.engines:
             engine.thaw()
-        dead = [engine for engine in fleet.engines if not engine.healthy(20.0)]
-        for side in case.sides:
-            for engine in dead:
-                side.result.problems.append(f"the engine {engine.name} died")
-        for engine in dead:
-            fleet.restart(engine)
+        self._restart_dead(case, fleet)
         bound_s = case.bound_s + SLACK_S
         back_s, holding = wait_for_blocks(fleet.engines, since, bound_s + KEPT_AFTER_S)
+        self._restart_dead(case, fleet)  # one that was dying may have answered before
         for side in case.sides:
             side.result.settle_blocks(back_s, bound_s)
             if side.policy in before:
@@ -95,9 +91,16 @@ class Runner:
                 diff = new_outcomes(side.consumer, counted if engine is side.consumer else {})
                 side.result.causes = {key: int(value) for key, value in diff.items()}
         for engine in holding:
-            fleet.restart(engine)
+            if engine in fleet.engines:  # else it has died since, and was restarted
+                fleet.restart(engine)
         for side in case.sides:
             self._next_handoff(case, side)
+
+    def _restart_dead(self, case: Case, fleet: Fleet) -> None:
+        for engine in [engine for engine in fleet.engines if not engine.healthy(20.0)]:
+            for side in case.sides:
+                side.result.problems.append(f"the engine {engine.name} died")
+            fleet.restart(engine)
 
     def _next_handoff(self, case: Case, side: Side) -> None:
         """The next ordinary handoff must be right, and really one."""
@@ -122,10 +125,17 @@ class Runner:
 def wait_for_blocks(engines: Sequence[Engine], since: float, limit_s: float) -> tuple[float | None, list[Engine]]:
     """Seconds from ``since`` until no engine held a block, or None and those that do after ``limit_s``."""
     while True:
-        holding = [engine for engine in engines if engine.kv_usage() > 0]
+        holding = [engine for engine in engines if _holds_blocks(engine)]
         waited_s = time.monotonic() - since
         if not holding:
             return waited_s, []
         if waited_s > limit_s:
             return None, holding
         time.sleep(0.02)
+
+
+def _holds_blocks(engine: Engine) -> bool:
+    try:
+        return engine.kv_usage() > 0
+    except httpx.HTTPError:
+        return engine.healthy(20.0)  # a dead one holds nothing any more

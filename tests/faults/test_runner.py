@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.engines.clients import CONNECTION_LOST, NO_ANSWER, POLICIES, Answer
@@ -101,12 +102,15 @@ class FakeEngine:
     """An engine that never started."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.usage, self.is_well = name, 0.0, True
+        self.name, self.usage, self.is_well, self.is_dying = name, 0.0, True, False
 
     def healthy(self, timeout_s: float) -> bool:
-        return self.is_well
+        was_well, self.is_well = self.is_well, self.is_well and not self.is_dying
+        return was_well
 
     def kv_usage(self) -> float:
+        if not self.is_well:
+            raise httpx.ConnectError("connection refused")
         return self.usage
 
     def thaw(self) -> None:
@@ -120,7 +124,7 @@ class FakeFleet(Fleet):
 
     def restart(self, engine: Any) -> None:
         self.restarted.append(engine.name)
-        engine.is_well, engine.usage = True, 0.0
+        engine.is_well, engine.is_dying, engine.usage = True, False, 0.0
 
 
 def fake_fleet(connector: str = NIXL) -> FakeFleet:
@@ -182,6 +186,14 @@ class TestRunner:
 
         results = self.run(fleet, row_of(kill))
         assert results[0].verdict == "the engine fail died"
+        assert fleet.restarted == ["fail"]
+
+    def test_an_engine_that_answers_once_more_before_it_dies_is_told_and_restarted(self, fleet: FakeFleet) -> None:
+        def poison(case: Case) -> None:
+            fleet.consumers["fail"].is_dying = True  # type: ignore[attr-defined]
+
+        results = self.run(fleet, row_of(poison), row_of(lambda case: None, "next"))
+        assert [one.verdict for one in results] == ["the engine fail died"] * 2 + ["ok"] * 2
         assert fleet.restarted == ["fail"]
 
     def test_blocks_that_stay_are_a_leak_and_their_engine_is_restarted(
