@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlease.config import Settings
 from kvlease.connector.metrics import Samples, metric_key
+from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.reports import WorkerReport, reported_by_us
 from kvlease.connector.requests import has_failed, prompt_identity
 from kvlease.core.handoff import Handoff, HandoffError, parse_handoff, wants_load
@@ -71,16 +72,6 @@ class Load:
         self.cause = cause
 
 
-@dataclass
-class Quarantine:
-    """Blocks held back because ``ranks`` ranks still have a posted read on them: those of one load, or of several that
-    had the same request id one after another.
-    """
-
-    blocks: list[Any]
-    ranks: int
-
-
 class ConsumerHalf:
     """What one consumer engine's scheduler thread does about loads."""
 
@@ -109,15 +100,14 @@ class ConsumerHalf:
         self._orders: list[LoadOrder] = []
         self._aborts: list[LoadId] = []
         self._greet: dict[PeerKey, None] = {}
-        self._quarantine: dict[LoadId, Quarantine] = {}
-        self._pool: BlockPool | None = None
+        self._quarantine = Quarantine()
         self.counters: Counter[str] = Counter()  # they only grow, so their total tells whether they changed
         self._samples: Samples = {}
         self._sampled: tuple[int, int, int] | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The pool whose blocks a quarantine takes references on."""
-        self._pool = pool
+        self._quarantine.bind_pool(pool)
 
     # What vLLM tells and asks, in the order of a request's life
 
@@ -279,11 +269,11 @@ class ConsumerHalf:
     @property
     def is_quarantining(self) -> bool:
         """Whether blocks are held back for reads that have not ended."""
-        return bool(self._quarantine)
+        return not self._quarantine.is_empty
 
     def samples(self) -> Samples:
         """The counters and gauges of this half: the same object until something changed."""
-        held_back = sum(len(held.blocks) for held in self._quarantine.values())
+        held_back = len(self._quarantine)
         marks = (self.counters.total(), len(self._loads), held_back)
         if marks != self._sampled:
             self._sampled = marks
@@ -389,26 +379,13 @@ class ConsumerHalf:
 
     def _hold(self, load_id: LoadId, ranks: int) -> None:
         load = self._loads.get(load_id)
-        if load is None or self._pool is None:
+        if load is None:
             logger.error("request %s: no blocks to quarantine", load_id)
             return
-        held = self._quarantine.setdefault(load_id, Quarantine([], 0))
-        held.ranks += ranks
-        if load.is_held:
-            return
-        load.is_held = True
         blocks = [block for group in load.blocks for block in group if not block.is_null]
-        self._pool.touch(blocks)
-        held.blocks += blocks
-        logger.warning("request %s: %d blocks held back until their reads have ended", load_id, len(blocks))
+        self._quarantine.hold(load_id, [] if load.is_held else blocks, ranks)
+        load.is_held = True
 
     def _let_go(self, load_id: LoadId, ranks: int) -> None:
-        held = self._quarantine.get(load_id)
-        if held is None or self._pool is None:
-            return
-        held.ranks -= ranks
-        if held.ranks <= 0:
-            self._pool.free_blocks(held.blocks)
-            del self._quarantine[load_id]
-            if (load := self._loads.get(load_id)) is not None:
-                load.is_held = False
+        if self._quarantine.let_go(load_id, ranks) and (load := self._loads.get(load_id)) is not None:
+            load.is_held = False
