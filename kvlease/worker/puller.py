@@ -11,7 +11,6 @@ long as :data:`POST_BUDGET_S` and one chunk.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from kvlease.core.peers import Answered, Event, PeerDied, PeerForgotten, PeerSta
 from kvlease.core.plan import Limits, Pages, PlanError, load_bytes, plan
 from kvlease.worker.agent import Agent, AgentError
 from kvlease.worker.checks import Check, Checks, Hashing
+from kvlease.worker.known_sources import KnownSources
 from kvlease.worker.open_loads import OpenLoads
 from kvlease.worker.outbox import Outbox
 from kvlease.worker.pulls import Pull
@@ -38,9 +38,6 @@ CHUNKS_AHEAD: Final = 8
 """A producer has as many bytes under way as that many chunks may have. Counted for each: a frozen producer takes no
 room from the others.
 """
-
-EARLY_MAX: Final = 64
-"""Greetings under way beyond which none is begun without a load that needs it: a handoff may name anybody."""
 
 READS_MAX: Final = 64
 """Chunks of one producer that may be posted at once, however small."""
@@ -88,7 +85,7 @@ class Puller:
         self._bytes_ahead = CHUNKS_AHEAD * settings.chunk_bytes
         self._loads = OpenLoads(outbox)
         self._checks = Checks(settings, identity.rank, local, self._loads, hashing, self._commit, link.wake)
-        self._sources: dict[PeerKey, Source] = {}
+        self._sources = KnownSources(identity, agent, link, local.pages)
         self._counts: Counter[str] = Counter()
         self._pull_seconds = 0.0
         self._sweep_at = 0.0
@@ -125,7 +122,7 @@ class Puller:
             self._loads.abort(load, now)
         for key in orders.greet:
             try:
-                self._greet_early(key, now)
+                self._sources.greet_early(key, now, self._settings.acquire_timeout_s)
             except Exception as error:
                 self._loads.crashed(f"greeting {key}", error, now)
 
@@ -141,7 +138,8 @@ class Puller:
             pass
         if now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S
-            self._sweep(now)
+            self._loads.fail_late(now)
+            self._sources.sweep(now)
         self._loads.finish_ended(self._poll, now)
 
     def stop(self, now: float) -> None:
@@ -150,14 +148,11 @@ class Puller:
 
     def close(self) -> None:
         """Forget every producer that no busy read needs."""
-        for source in self._sources.values():
-            if not source.busy_reads:
-                source.drop_remote()
-        self._sources.clear()
+        self._sources.close()
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges, by the names of the metrics."""
-        peers = Counter(source.peer.state for source in self._sources.values())
+        peers = self._sources.count_by_state()
         return {
             **self._loads.counts,
             **self._counts,
@@ -177,29 +172,12 @@ class Puller:
         if order.doomed is not None or order.peer is None:
             self._loads.give_up(order.load, order.doomed or FailureCause.INTERNAL)
             return
-        source = self._source(order.peer, now)
+        source = self._sources.get(order.peer, now)
         len_bytes = load_bytes(self._local.pages, self._local.block_sizes, order.start_token, order.end_token)
         deadline = now + self._settings.load_budget_s(len_bytes)
         pull = Pull(order, source, deadline, len_bytes)
         self._loads.add(pull, now)
         self._loads.guard(pull, self._approach, now)
-
-    def _source(self, key: PeerKey, now: float) -> Source:
-        source = self._sources.get(key)
-        if source is None:
-            peer = self._link.peer(key)
-            source = self._sources[key] = Source(peer, self._identity, self._agent, self._local.pages, now)
-        return source
-
-    def _greet_early(self, key: PeerKey, now: float) -> None:
-        """Shake hands before there is a load. Whatever comes of it, the first load finds out for itself."""
-        source = self._sources.get(key)
-        if source is None and sum(one.is_greeting for one in self._sources.values()) >= EARLY_MAX:
-            return
-        source = source or self._source(key, now)
-        if not source.is_ready:
-            with contextlib.suppress(SourceError):
-                source.greet(now, self._settings.acquire_timeout_s)
 
     def _approach(self, pull: Pull, now: float) -> None:
         """Start to read if hands were shaken, else shake them first."""
@@ -212,7 +190,7 @@ class Puller:
             self._loads.fail(pull, error.cause, str(error), now)
 
     def _start(self, pull: Pull, now: float) -> None:
-        self._repair(pull.source)
+        self._sources.repair(pull.source)
         remote, order = pull.source.remote, pull.order
         if remote is None:
             raise SourceError(FailureCause.INTERNAL, "hands were shaken, and no pages are known")
@@ -334,7 +312,7 @@ class Puller:
                 text = f"no answer to the {'commit' if event.call is pull else 'question for checksums'}: {cause}"
                 self._loads.fail(pull, _cause(cause, FailureCause.COMMIT_TIMEOUT), text, now)
                 return
-        source = self._sources.get(key)
+        source = self._sources.find(key)
         if source is None:
             return
         match event:
@@ -347,12 +325,12 @@ class Puller:
             case PeerDied(cause=cause):
                 self._fail_all(source, _cause(cause, FailureCause.PEER_DEAD), f"the producer died: {cause}", now)
             case PeerForgotten() if not source.open_loads:  # a load that has begun since then uses the peer again
-                self._drop(key, source)
+                self._sources.drop(key)
 
     def _greeted(self, source: Source, reply: AnyReply, now: float) -> None:
         source.is_greeting = False  # whatever comes of the answer: else nobody would greet again
         try:
-            self._repair(source)
+            self._sources.repair(source)
             source.greeted(reply)
         except SourceError as error:
             self._fail_waiting(source, error.cause, str(error), now)
@@ -361,7 +339,7 @@ class Puller:
             self._loads.crashed("the handshake", error, now)
             self._fail_waiting(source, FailureCause.INTERNAL, repr(error), now)
             return
-        self._forget_former_lives(source)
+        self._sources.forget_former_lives(source)
         for pull in self._loads.of(source):
             if pull.state is LoadState.GRANTED:
                 self._loads.guard(pull, self._approach, now)
@@ -374,59 +352,6 @@ class Puller:
     def _fail_all(self, source: Source, cause: FailureCause, text: str, now: float) -> None:
         for pull in self._loads.of(source):
             self._loads.fail(pull, cause, text, now)
-
-    # Keeping house
-
-    def _forget_former_lives(self, source: Source) -> None:
-        """Whoever was at the address of ``source`` before it is gone. Without this a producer that restarts again and
-        again leaves an agent, prepared pages and a socket of each life here until they have been idle for long.
-        """
-        new = source.peer.key
-        for key, former in list(self._sources.items()):
-            if (key.host, key.port) == (new.host, new.port) and key.incarnation != new.incarnation and former.is_unused:
-                self._drop(key, former)
-                self._link.forget(key)
-
-    def _sweep(self, now: float) -> None:
-        self._loads.fail_late(now)
-        for key, source in list(self._sources.items()):
-            if source.is_stale(now):
-                self._drop(key, source)
-                self._link.forget(key)
-
-    def _drop(self, key: PeerKey, source: Source) -> None:
-        del self._sources[key]
-        if not source.busy_reads:
-            source.drop_remote(keep_agent=bool(self._sharers(source)))
-
-    def _repair(self, source: Source) -> None:
-        """After an error of NIXL its agent is added anew, for every source that reaches it.
-
-        Raises:
-            SourceError: reads of before the error are still busy, or NIXL fails again.
-        """
-        if not source.is_broken:
-            return
-        sharers = self._sharers(source)
-        if any(other.busy_reads for other in sharers):
-            raise SourceError(FailureCause.TRANSFER, "reads of before an error have not ended")
-        source.repair()
-        for other in sharers:
-            if other.open_loads:
-                other.is_broken = True
-            else:
-                other.drop_remote(keep_agent=True)
-
-    def _sharers(self, source: Source) -> list[Source]:
-        """The other sources that reach the same agent: a router may write another address of the same producer."""
-        if source.remote is None:
-            return []
-        name = source.remote.name
-        return [
-            other
-            for other in self._sources.values()
-            if other is not source and other.remote is not None and other.remote.name == name
-        ]
 
 
 def _cause(text: str, otherwise: FailureCause) -> FailureCause:

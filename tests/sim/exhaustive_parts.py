@@ -370,7 +370,7 @@ class WorkerPart(Part):
             return "over"
         return (
             puller._loads,
-            puller._sources,
+            puller._sources._sources,
             puller._sweep_at,
             self.links.peers,
             self.agent.busy,

@@ -26,8 +26,9 @@ from kvlease.core.messages import (
 from kvlease.core.orders import Orders, Reports
 from kvlease.core.peers import PeerState
 from kvlease.testing import FakeClock, Fate
+from kvlease.worker.known_sources import EARLY_MAX
 from kvlease.worker.open_loads import SETTLE_S
-from kvlease.worker.puller import CHUNKS_AHEAD, EARLY_MAX, POST_BUDGET_S, READS_MAX
+from kvlease.worker.puller import CHUNKS_AHEAD, POST_BUDGET_S, READS_MAX
 from kvlease.worker.pulls import READS_PER_PULL
 from kvlease.worker.sources import IDLE_OTHER_S, IDLE_READY_S
 
