@@ -20,7 +20,7 @@ METRICS: Final[dict[str, Metric]] = {
     "grants": Metric("Leases granted by this producer."),
     "acquires": Metric("Claims of a lease that this producer granted to a reader."),
     "renewals": Metric("Renew messages this producer honoured; each renews all that one consumer holds."),
-    "commits": Metric("Commits answered Committed by this producer, one for each reader and rank."),
+    "commits": Metric("Readers that committed to this producer on all their ranks."),
     "lease_ends": Metric("Leases that ended on this producer, by reason.", ("why",)),
     "refused_claims": Metric(
         "Claims and commits this producer answered Gone, and greetings it refused, by reason.", ("why",)
@@ -30,7 +30,7 @@ METRICS: Final[dict[str, Metric]] = {
     "loads": Metric("Loads of this consumer by outcome and cause; once for each request.", ("outcome", "cause")),
     "pulls": Metric("Chunks of KV posted to NIXL by this consumer's workers, summed over ranks."),
     "bytes_pulled": Metric("Bytes of KV pulled by this consumer's workers, summed over ranks."),
-    "descriptors_pulled": Metric("NIXL descriptors posted by this consumer's workers, summed over ranks."),
+    "descriptors_pulled": Metric("Pages of KV posted to NIXL by this consumer's workers, summed over ranks."),
     "pull_seconds": Metric("Seconds from a load's first post to its last byte, summed over loads and ranks."),
     "checksums": Metric("Loads whose bytes this consumer compared, by result; once for each rank.", ("result",)),
     "bytes_checked": Metric("Bytes of KV whose checksums this consumer's workers compared, summed over ranks."),

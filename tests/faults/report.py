@@ -19,15 +19,19 @@ DOCS = Path(__file__).parents[2] / "docs" / "faults.md"
 _HEAD = """# Faults
 
 What happens when engines die, freeze and restart, leases run out, handoffs are not what a router thinks they are,
-clients hang up and blocks are few. Each row on real engines. Written by `python -m tests.faults.report` from the
-results of a run with kvlease and, where there is one, of a run with the connector that ships in vLLM; not edited by
-hand.
+clients hang up and blocks are few. Each row but the last on real engines. Written by `python -m tests.faults.report`
+from the results of a run with kvlease and, where there is one, of a run with the connector that ships in vLLM; not
+edited by hand.
 
 Run it: `make faults` (all rows), `make faults ROW=swapped`, `make faults CONNECTOR=NixlConnector`.
 
 - **policy** is `kv_load_failure_policy`: under `recompute` a failed load must end in the right text, under `fail` in
   HTTP 500.
 - **right text** is the greedy text that one engine gives alone (float32); **WRONG TEXT** is HTTP 200 with another one.
+- Before the semicolon: what clients got; nothing, where they had gone. After it: what kvlease's consumers counted
+  (`loads_total`: outcome and cause), and what else was seen. **no answer**: none in {patience:.0f} s (kvlease) or
+  {other_patience:.0f} s (NixlConnector). In bold: what is not as it should be.
+- Time-outs are longer than by default, so that an engine that starves for a moment is not taken for dead.
 - **blocks back** is the time until no engine held a block, counted from the end of the fault, and the bound: the
   lease's own plus {slack:.0f} s for the step that is running and a machine with other work. *kept*: not {kept:.0f} s
   after the bound.
@@ -43,12 +47,14 @@ _DASH = """\
 
 def render(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> str:
     """The page."""
+    from tests.faults.fleets import KVLEASE
     from tests.faults.rows import SLACK_S
-    from tests.faults.runner import KEPT_AFTER_S
+    from tests.faults.runner import KEPT_AFTER_S, OTHER_PATIENCE_S, PATIENCE_S
 
     runs = [ours] if theirs is None else [ours, theirs]
     head = _HEAD if theirs is None else _HEAD + _DASH
-    parts = [head.format(slack=SLACK_S, kept=KEPT_AFTER_S), "## Runs\n"]
+    head = head.format(slack=SLACK_S, kept=KEPT_AFTER_S, patience=PATIENCE_S[KVLEASE], other_patience=OTHER_PATIENCE_S)
+    parts = [head, "## Runs\n"]
     parts.append("| connector | date | versions | settings | as they should be | wrong texts | rows that kept blocks |")
     parts.append("|---|---|---|---|---|---|---|")
     parts += [_run_line(one) for one in runs]
