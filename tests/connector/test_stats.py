@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from kvlease.connector.connector import KVLeaseConnector, NixlConnector
 from kvlease.connector.metrics import METRICS
 from kvlease.connector.stats import KVLeasePromMetrics, KVLeaseStats, StatsDelta
+from kvlease.plugin import register
 from tests.test_docs import first_cells
 
 
@@ -113,6 +114,7 @@ def test_every_metric_is_explained() -> None:
 
 def test_whatever_name_it_was_chosen_by_our_numbers_are_read_by_our_own_class() -> None:
     """``MultiConnector`` carries each child's numbers under its class's name, and finds the class by it again."""
+    register()
     for chosen in (KVLeaseConnector, NixlConnector):
         stats = MultiConnector.build_kv_connector_stats({chosen.__name__: {"grants": 2}})
         assert isinstance(stats, MultiKVConnectorStats)
