@@ -60,7 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.peer_timeout_s / 4
 
     def load_budget_s(self, len_bytes: int) -> float:
-        """How long a load of ``len_bytes`` may take from admission to its report."""
+        """How long a load of ``len_bytes`` may take from the order to pull it to its report."""
         return self.load_timeout_s + self.load_timeout_s_per_gib * len_bytes / _GIB
 
     def check_budget_s(self, len_bytes: int) -> float:
