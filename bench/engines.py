@@ -30,7 +30,8 @@ Two real engines, a producer and a consumer (one core each on a machine with two
 kvlease, B the NixlConnector that ships in vLLM, B' the same connector with NIXL's progress thread and its core
 pinning switched off by `devtools/quiet_nixl.py`. Model, flags, prompts and lease times ({LEASE_S} s) are equal. The
 three pairs live side by side, two of them stopped by SIGSTOP while the third is measured; visits alternate, and their
-order rotates.
+order rotates. In all of them `os.sched_yield` sleeps a moment (`devtools/engine_site`), because vLLM's processes wait
+for each other by spinning on it, and on a machine with fewer cores than engines that would be most of what is measured.
 
 * *Idle*: CPU time of the busier of the two workers, after both engines were used and while they hold nothing.
 * *Handover*: a prompt of {PROMPT_TOKENS} tokens, all but the last one in the producer's prefix cache, is prefilled;

@@ -45,6 +45,9 @@ _STAGES = (
 _CHECKOUT = Path(__file__).resolve().parent.parent
 """First on every engine's path, so that it runs this code, and finds :mod:`devtools.quiet_nixl`."""
 
+ENGINE_SITE = _CHECKOUT / "devtools" / "engine_site"
+"""On the path, too: its `sitecustomize` keeps waiting engines from spinning."""
+
 _ENV = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -114,7 +117,7 @@ class Engine:
         return [*command, *self.spec.flags]
 
     def _env(self, cores: str) -> dict[str, str]:
-        path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(_CHECKOUT), str(ENGINE_SITE), os.environ.get("PYTHONPATH"))))
         cpus = {"VLLM_CPU_OMP_THREADS_BIND": self.spec.cores or cores}
         return {**os.environ, **_ENV, "PYTHONPATH": path, **cpus, **self.spec.env}
 

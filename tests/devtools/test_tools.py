@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from devtools.engines import core_shares
+from devtools.engines import ENGINE_SITE, core_shares
 from devtools.locks import file_lock
 from devtools.metrics import LOADS, Metrics
 from devtools.model import ModelError, ensure_model
@@ -76,3 +78,9 @@ def test_without_the_model_package_the_message_says_what_to_do(tmp_path: Path, m
     with pytest.raises(ModelError, match="make setup"):
         ensure_model(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"], "nothing half-made is left"
+
+
+def test_engines_that_wait_sleep_instead_of_spinning() -> None:
+    code = "import os, time; print(os.sched_yield.func is time.sleep)"
+    said = subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ENGINE_SITE)})
+    assert said.split() == [b"True"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from devtools.engines import Completion, Engine, EngineSpec
+from devtools.engines import Completion, Engine, EngineSpec, completion_body
 from devtools.metrics import LOADS
 from devtools.prompts import PromptMaker
 
@@ -86,6 +86,9 @@ def check_settled(producer: Engine, consumers: Iterable[Engine], prompts: Prompt
         wait_until(lambda engine=engine: engine.kv_usage() == 0, f"{engine.name} gives its blocks back", within_s)
     for index, consumer in enumerate(consumers):
         prompt = prompts.prompt_of(60, seed=77_000 + index).token_ids
-        before = outcomes(consumer)
-        assert hand_over(producer, consumer, prompt, 4).token_ids == consumer.complete(prompt, 4).token_ids
-        assert new_outcomes(consumer, before) == {"done": 1}
+        before, log_from = outcomes(consumer), consumer.process.log_len_bytes()
+        body = completion_body(prompt, 4, kv_transfer_params=handoff_of(producer, prompt))
+        response = consumer.post("/v1/completions", body)
+        seen = (response.status_code, new_outcomes(consumer, before))
+        assert seen == (200, {"done": 1}), response.text + consumer.log_text(log_from)
+        assert response.json()["choices"][0]["token_ids"] == consumer.complete(prompt, 4).token_ids

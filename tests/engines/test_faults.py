@@ -34,7 +34,7 @@ from tests.engines.support import (
     wait_until,
 )
 
-LEASE_S, CLAIM_S, BEAT_S = 8.0, 4.0, 1.0
+LEASE_S, CLAIM_S, BEAT_S = 12.0, 6.0, 1.0
 LEASES = {"lease_duration_s": LEASE_S, "lease_extension_s": CLAIM_S, "heartbeat_interval_s": BEAT_S}
 
 
