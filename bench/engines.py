@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from bench.engines_findings import measurements_of
-from bench.engines_load import Stream, free_memory_gib, hand_over, handoffs_of, idle_cpu, pulls_during
+from bench.engines_load import Joined, Stream, free_memory_gib, hand_over, handoffs_of, idle_cpu, requests_during
 from bench.engines_pair import CONTENDERS, LEASE_S, ROOT, Pair, pairs_of
 from bench.measure import Findings, Show
 from devtools.model import ensure_model
@@ -39,7 +39,9 @@ for each other by spinning on it, and on a machine with fewer cores than engines
   answer. Part of it is no connector's: the HTTP request and one step of the model, which is what the producer's own
   answer to the same request takes.
 * *Decode gap*: time between tokens of one stream on the consumer, first left alone, then while another request with a
-  {PROMPT_TOKENS}-token handoff arrives every half second.
+  {PROMPT_TOKENS}-token handoff arrives every half second. *Nothing pulled* is the same on the producer, with requests
+  that find all but the last token in its own prefix cache: what the model's step with a long request costs a stream
+  when no connector has any part in it.
 * *Pulled whole*: loads and bytes that the consumer counted. A load that fails is an error here, never recomputed.
 """
 
@@ -76,7 +78,7 @@ QUICK = Plan(rounds=1, idle_s=2.0, handovers=4, quiet_s=3.0, pulls=6)
 
 
 def measure(quick: bool, show: Show) -> Findings:
-    """About fifteen minutes on two cores; with `quick` about six, good for a look and not for a claim."""
+    """About half an hour on two cores; with `quick` a third of it, good for a look and not for a claim."""
     plan = QUICK if quick else Plan()
     shutil.rmtree(LOG_DIR, ignore_errors=True)
     samples: dict[str, Any] = {
@@ -130,16 +132,27 @@ def visit(pair: Pair, prompts: Prompts, plan: Plan, number: int) -> dict[str, An
 
 
 def _gaps(pair: Pair, plan: Plan, long: list[int], short: list[int]) -> dict[str, Any]:
-    """One stream: left alone for a while, then with pulls. What is granted in between is not counted."""
+    """A stream on the consumer, left alone for a while, then with pulls; one on the producer, with what it has cached.
+
+    What is granted in between is not counted.
+    """
     with Stream(pair.consumer, short).running() as stream:
         alone_from_s = stream.now_s()
         time.sleep(plan.quiet_s)
         alone_to_s = stream.now_s()
         handoffs = handoffs_of(pair, long, plan.pulls)
-        pulls = pulls_during(stream, pair, long, handoffs, plan.pull_every_s)
-        ends = [pull.sent_at_s + pull.took_s for pull in pulls if not math.isnan(pull.took_s)]
+        pulls = requests_during(stream, long, handoffs, plan.pull_every_s)
+    with Stream(pair.producer, short).running() as cached_stream:
+        cached = requests_during(cached_stream, long, [None] * plan.pulls, plan.pull_every_s)
     return {
         "gaps_alone_s": stream.gaps_s(alone_from_s, alone_to_s),
-        "gaps_pulling_s": stream.gaps_s(pulls[0].sent_at_s, max(ends, default=pulls[-1].sent_at_s)),
+        "gaps_pulling_s": _gaps_during(stream, pulls),
+        "gaps_cached_s": _gaps_during(cached_stream, cached),
         "pulls": [asdict(pull) for pull in pulls],
     }
+
+
+def _gaps_during(stream: Stream, requests: list[Joined]) -> list[float]:
+    """From the first request to the last answer."""
+    ends = [one.sent_at_s + one.took_s for one in requests if not math.isnan(one.took_s)]
+    return stream.gaps_s(requests[0].sent_at_s, max(ends, default=requests[-1].sent_at_s))

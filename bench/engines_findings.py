@@ -46,7 +46,7 @@ def handovers_s(visits: Sequence[Samples]) -> list[float]:
 
 
 def gaps_s(visits: Sequence[Samples], which: str) -> list[float]:
-    """The gaps of all visits; `which` is `alone` or `pulling`."""
+    """The gaps of all visits; `which` is `alone`, `pulling` or `cached`."""
     return [gap for visit in visits for gap in visit[f"gaps_{which}_s"]]
 
 
@@ -173,8 +173,9 @@ def _gaps(by_key: Mapping[str, list[Samples]]) -> list[Measurement]:
     found = [
         _measurement("decode gap alone, median", "ms", 1e3, by_key, lambda visits: gaps_s(visits, "alone")),
         _measurement("decode gap with pulls, median", "ms", 1e3, by_key, lambda visits: gaps_s(visits, "pulling")),
+        _measurement("decode gap nothing pulled, median", "ms", 1e3, by_key, lambda visits: gaps_s(visits, "cached")),
     ]
-    for which, words in (("alone", "alone"), ("pulling", "with pulls")):
+    for which, words in (("alone", "alone"), ("pulling", "with pulls"), ("cached", "nothing pulled")):
         found.append(
             Measurement(
                 name=f"decode gap {words}, p99",

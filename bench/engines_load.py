@@ -5,7 +5,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +36,8 @@ class Handover:
 
 
 @dataclass(frozen=True)
-class Pulled:
-    """One request that the consumer took over while a stream was running. Times are from the stream's start."""
+class Joined:
+    """One request that joined a running stream on its engine. Times are from the stream's start."""
 
     sent_at_s: float
     took_s: float
@@ -70,7 +70,7 @@ class Stream:
     """A streamed completion whose tokens are timed as they arrive."""
 
     def __init__(self, engine: Engine, prompt: list[int]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._prompt = prompt
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
@@ -110,7 +110,7 @@ class Stream:
         body = completion_body(self._prompt, _STREAM_TOKENS, stream=True, ignore_eos=True)
         self.started_at = time.monotonic()
         try:
-            with self._engine.http.stream("POST", "/v1/completions", json={"model": SERVED_NAME, **body}) as response:
+            with self.engine.http.stream("POST", "/v1/completions", json={"model": SERVED_NAME, **body}) as response:
                 response.raise_for_status()
                 for line in response.iter_lines():
                     if line.startswith(_EVENT) and _has_tokens(line):
@@ -120,7 +120,7 @@ class Stream:
         except httpx.HTTPError as error:
             self._error = error
         if not self._over.is_set():
-            self._error = self._error or ChildError(f"{self._engine.name}: the stream ended by itself")
+            self._error = self._error or ChildError(f"{self.engine.name}: the stream ended by itself")
 
 
 def _has_tokens(line: str) -> bool:
@@ -134,25 +134,28 @@ def handoffs_of(pair: Pair, prompt: list[int], count: int) -> list[dict[str, Any
     return [handoff for handoff in handoffs if handoff]
 
 
-def pulls_during(
-    stream: Stream, pair: Pair, prompt: list[int], handoffs: list[dict[str, Any]], every_s: float
-) -> list[Pulled]:
-    """Sends one request for each handoff, one every `every_s` whether the last was answered or not; when all are."""
+def requests_during(
+    stream: Stream, prompt: list[int], handoffs: Sequence[dict[str, Any] | None], every_s: float
+) -> list[Joined]:
+    """Sends the stream's engine a request for each handoff, one every `every_s`, answered or not; when all are.
 
-    def pull(handoff: dict[str, Any]) -> Pulled:
+    None is a request without a handoff.
+    """
+
+    def send(handoff: dict[str, Any] | None) -> Joined:
         sent_at_s = stream.now_s()
         try:
-            pair.consumer.complete(prompt, 1, kv_transfer_params=handoff)
+            stream.engine.complete(prompt, 1, kv_transfer_params=handoff)
         except (ChildError, httpx.HTTPError) as error:
-            return Pulled(sent_at_s, float("nan"), f"{type(error).__name__}: {error}"[:300])
-        return Pulled(sent_at_s, stream.now_s() - sent_at_s)
+            return Joined(sent_at_s, float("nan"), f"{type(error).__name__}: {error}"[:300])
+        return Joined(sent_at_s, stream.now_s() - sent_at_s)
 
     begin = time.monotonic()
     with ThreadPoolExecutor(len(handoffs)) as pool:
         futures = []
         for index, handoff in enumerate(handoffs):
             time.sleep(max(0.0, begin + index * every_s - time.monotonic()))
-            futures.append(pool.submit(pull, handoff))
+            futures.append(pool.submit(send, handoff))
         return [future.result() for future in futures]
 
 

@@ -88,10 +88,14 @@ def _handovers(samples: Samples) -> Figure:
 
 
 def _gap_tails(samples: Samples) -> Figure:
-    """How many gaps are longer than so many milliseconds: alone dashed, with pulls solid."""
-    figure, axes = plt.subplots(figsize=(7.6, 3.6))
+    """How many gaps are longer than so many milliseconds: alone dashed, with pulls solid, nothing pulled dotted."""
+    figure, axes = plt.subplots(figsize=(7.6, 3.8))
     for row, (name, visits) in enumerate(_visits(samples).items()):
-        for which, line, words in (("alone", "--", "alone"), ("pulling", "-", "with pulls")):
+        for which, line, words in (
+            ("alone", "--", "alone"),
+            ("cached", ":", "nothing pulled"),
+            ("pulling", "-", "with pulls"),
+        ):
             gaps_ms = sorted(gap * 1e3 for gap in gaps_s(visits, which))
             longer = [1 - index / len(gaps_ms) for index in range(len(gaps_ms))]
             axes.step(gaps_ms, longer, line, color=_COLOURS[row], where="post", linewidth=1.3, label=f"{name}, {words}")

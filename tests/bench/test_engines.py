@@ -21,6 +21,7 @@ def test_every_request_of_a_visit_is_sampled_and_counted() -> None:
     assert seen["counted"]["bytes_pulled"] == 7 * BYTES_PER_PULL
     assert seen["gaps_alone_s"]
     assert seen["gaps_pulling_s"]
+    assert seen["gaps_cached_s"]
     assert all(key.startswith(("producer/", "consumer/")) for key in seen["idle"])
 
 

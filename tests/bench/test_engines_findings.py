@@ -22,6 +22,7 @@ def visit(
         "handovers": [{"handover_s": one, "prefill_s": 0.05, "error": ""} for one in handovers_s],
         "gaps_alone_s": gaps_alone_s,
         "gaps_pulling_s": gaps_pulling_s,
+        "gaps_cached_s": gaps_alone_s,
         "pulls": [{"sent_at_s": 1.0, "took_s": 0.1, "error": ""}],
         "counted": {"pulls": pulls, "bytes_pulled": pulls * WHOLE, "expired": 0, "causes": {}, **counted},
     }

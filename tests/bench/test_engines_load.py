@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bench.engines_load import Stream, hand_over, handoffs_of, pulls_during, worker_share
+from bench.engines_load import Stream, hand_over, handoffs_of, requests_during, worker_share
 from bench.engines_pair import CONTENDERS
 from tests.bench.stub import BYTES_PER_PULL, StubServer
 
@@ -57,7 +57,7 @@ def test_a_stream_runs_beside_pulls_and_ends_when_the_client_hangs_up() -> None:
         pair = server.pair(OURS)
         with Stream(pair.consumer, PROMPT).running(first_tokens=5) as stream:
             seen = len(stream.token_times_s)
-            pulls = pulls_during(stream, pair, PROMPT, handoffs_of(pair, PROMPT, 3), every_s=0.02)
+            pulls = requests_during(stream, PROMPT, handoffs_of(pair, PROMPT, 3), every_s=0.02)
             stream.wait_for(seen + 5)
         assert server.hung_up.wait(10)
     assert seen >= 5
