@@ -32,6 +32,7 @@ class FailureCause(enum.Enum):
     PEER_DEAD = "peer_dead"
     PEER_RESTARTED = "peer_restarted"
     PEER_CONFUSED = "peer_confused"
+    TOO_MANY_PEERS = "too_many_peers"
     TRANSFER = "transfer"
     CHECKSUM = "checksum"
     ABORTED = "aborted"

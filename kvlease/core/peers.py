@@ -109,6 +109,10 @@ class PeerForgotten:
 Event = Answered | Unanswered | PeerDied | PeerBack | PeerForgotten
 
 
+class TooManyPeers(Exception):  # noqa: N818 - named for what happened
+    """There is no room for one more peer: all that there may be are in use."""
+
+
 def _ignore(peer: Peer) -> None:
     """Tell nobody."""
 

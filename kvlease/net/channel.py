@@ -25,7 +25,7 @@ import zmq
 
 from kvlease.core.ids import PeerKey
 from kvlease.core.messages import REQUEST_BYTES_MAX, AnyReply, AnyRequest, ProtocolError, decode_reply, encode
-from kvlease.core.peers import Event, Peer, PeerBack, PeerDied, PeerForgotten
+from kvlease.core.peers import Event, Peer, PeerBack, PeerDied, PeerForgotten, TooManyPeers
 from kvlease.core.silence import PeerTiming
 from kvlease.core.timers import Timers
 from kvlease.logs import RateLimitedLog
@@ -46,10 +46,6 @@ _FDS_PER_PEER: Final = 4
 
 _SWEEPS: Final = 10
 """How often within its idle time a peer is looked at."""
-
-
-class TooManyPeers(Exception):  # noqa: N818 - named for what happened
-    """All the peers that a channel may have are in use."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""What one consumer claims: each reader's claim, what is held at each producer, and the calls in between.
+"""What one consumer claims: each reader's claim, the calls that make it and let it go, and what becomes of it.
 
 One claim is one record, keyed by its reader; it exists from ``acquire`` until the load is refused, finished or
 released, or its lease is gone. Invariants:
@@ -7,8 +7,8 @@ released, or its lease is gone. Invariants:
   before; after a grant at most one :class:`LeaseGone` follows.
 - A reader that may have reached the producer is released there: by a ``Release``, and by the next ``Renew`` if that got
   lost.
-- One small ``Renew`` per producer and heartbeat. Whether a lease was renewed in time is for the producer to say;
-  nothing is guessed here.
+
+What is held in between is renewed by :mod:`kvlease.net.renewals`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Final, NamedTuple
 
 from kvlease.config import Settings
 from kvlease.core.digest import PromptIdentity
-from kvlease.core.holdings import Holdings
 from kvlease.core.ids import ChannelId, Incarnation, LeaseId, LeaseToken, LoadId, PeerKey, ReaderId, reader_id
 from kvlease.core.loads import FailureCause
 from kvlease.core.messages import (
@@ -34,18 +33,12 @@ from kvlease.core.messages import (
     GoneReason,
     Granted,
     Release,
-    Renew,
-    Renewed,
-    Resend,
 )
-from kvlease.core.peers import Answered, Event, Peer, PeerDied, PeerForgotten, Unanswered
-from kvlease.core.timers import Timers
-from kvlease.net.channel import Channel, TooManyPeers
+from kvlease.core.peers import Answered, Event, Peer, PeerDied, PeerForgotten, TooManyPeers, Unanswered
+from kvlease.net.channel import Channel
+from kvlease.net.renewals import Renewals, RenewCall
 
 logger = logging.getLogger(__name__)
-
-_RETRY_S: Final = 0.5
-"""The longest wait before a renewal that was not answered is tried again."""
 
 _UNANSWERED: Final = {
     "timeout": FailureCause.ACQUIRE_TIMEOUT,
@@ -97,21 +90,6 @@ class _Claim:
     granted_at: float | None = None
 
 
-@dataclass(eq=False)
-class _Producer:
-    """What is held at one peer.
-
-    ``renewing_since``: when the renewal under way began. ``beat_at``: when the next one is due. ``resent``: this beat's
-    list was refused once already and sent again in full, which is not to become a loop.
-    """
-
-    peer: Peer
-    holdings: Holdings
-    renewing_since: float | None = None
-    beat_at: float | None = None
-    resent: bool = False
-
-
 class _AcquireCall(NamedTuple):
     claim: _Claim
 
@@ -120,14 +98,10 @@ class _ReleaseCall(NamedTuple):
     number: int
 
 
-class _RenewCall(NamedTuple):
-    key: PeerKey
-
-
 class Claims:
     """See the module. Belongs to one thread, which polls ``channel`` and brings its events to :meth:`happen`.
 
-    ``results`` is appended to; ``counters`` only grow.
+    ``tell`` is called with each result; ``counters`` only grow.
     """
 
     def __init__(
@@ -144,11 +118,9 @@ class Claims:
         self._settings = settings
         self._channel = channel
         self._clock = clock
+        self._renewals = Renewals(channel_id, settings, channel, clock, self.counters, self._listed_gone)
         self._tell = tell
         self._claims: dict[ReaderId, _Claim] = {}
-        self._producers: dict[PeerKey, _Producer] = {}
-        self._beats: Timers[PeerKey] = Timers()
-        self._generations = count(1)
         self._numbers = count(1)
 
     def __len__(self) -> int:
@@ -166,10 +138,13 @@ class Claims:
         try:
             self._acquire(claim, prompt)
         except TooManyPeers as error:
-            self._cannot_claim(claim, "too_many_peers", str(error))
-        except Exception as error:
-            logger.exception("request %s", load)
-            self._cannot_claim(claim, "internal", repr(error))
+            self.counters["too_many_peers"] += 1
+            logger.warning("request %s: cannot claim at %s: %s", load, key, error)
+            self._fail(claim, FailureCause.TOO_MANY_PEERS)
+        except Exception:
+            self.counters["internal"] += 1
+            logger.exception("request %s: no claim could be made", load)
+            self._fail(claim, FailureCause.INTERNAL)
 
     def finish(self, load: LoadId) -> None:
         """The load is committed everywhere: hold its lease no more. Unknown loads are ignored."""
@@ -208,17 +183,11 @@ class Claims:
 
     def tick(self) -> None:
         """Renew where it is time."""
-        now = self._clock()
-        for key in self._beats.take_due(now):
-            producer = self._producers[key]
-            self._set_beat(producer, now + self._settings.heartbeat_interval_s)
-            producer.resent = False
-            if producer.renewing_since is None:
-                self._renew(producer)
+        self._renewals.tick()
 
     def next_deadline(self) -> float | None:
         """When :meth:`tick` has something to do."""
-        return self._beats.next_at()
+        return self._renewals.next_deadline()
 
     def _happen(self, key: PeerKey, event: Event) -> None:
         match event:
@@ -229,19 +198,19 @@ class Claims:
                 if self._claims.get(claim.reader) is claim:
                     self.counters["acquires_lost"] += 1
                     self._give_up(claim, _UNANSWERED.get(cause, FailureCause.PEER_DEAD))
-            case Answered(call=_RenewCall(), reply=reply):
-                self._renewed(self._producers[key], reply)
-            case Unanswered(call=_RenewCall()):
-                self._renewal_lost(self._producers[key])
+            case Answered(call=RenewCall(), reply=reply):
+                self._renewals.answered(key, reply)
+            case Unanswered(call=RenewCall()):
+                self._renewals.lost(key)
             case Answered(call=_ReleaseCall()):
                 self.releases_open -= 1
             case Unanswered(call=_ReleaseCall()):
                 self.releases_open -= 1
                 self.counters["releases_lost"] += 1
-            case PeerDied(cause="peer_restarted") if key in self._producers:
-                self._all_gone(self._producers[key])
+            case PeerDied(cause="peer_restarted"):
+                self._all_gone(key)
             case PeerForgotten():
-                self._producers.pop(key, None)
+                self._renewals.forget(key)
             case _:
                 pass
 
@@ -253,10 +222,8 @@ class Claims:
             self._fail(claim, FailureCause.BAD_HANDOFF)
             return
         digest = prompt.digest()
-        producer = self._producer(claim.key)
+        peer = self._renewals.hold(claim.key, claim.lease, claim.token, claim.reader)
         self._claims[claim.reader] = claim
-        producer.holdings.add(claim.lease, claim.token, claim.reader)
-        producer.peer.pinned = True
 
         def request(seq: int, to: Incarnation) -> Acquire:
             return Acquire(
@@ -270,22 +237,13 @@ class Claims:
             )
 
         self.counters["acquires"] += 1
-        producer.peer.call(_AcquireCall(claim), request, self._clock(), self._settings.acquire_timeout_s)
-
-    def _cannot_claim(self, claim: _Claim, kind: str, why: str) -> None:
-        self.counters[kind] += 1
-        logger.error("request %s: no claim could be made: %s", claim.load, why)
-        self._fail(claim, FailureCause.INTERNAL)
+        peer.call(_AcquireCall(claim), request, self._clock(), self._settings.acquire_timeout_s)
 
     def _acquired(self, claim: _Claim, reply: AnyReply) -> None:
         match reply:
             case Granted():
-                now = self._clock()
-                claim.granted_at = now
-                producer = self._producers[claim.key]
-                producer.holdings.confirm(claim.reader)
-                at = now + self._interval_s(reply.ttl_s)
-                self._set_beat(producer, at if producer.beat_at is None else min(at, producer.beat_at))
+                claim.granted_at = self._clock()
+                self._renewals.confirm(claim.key, claim.reader, reply.ttl_s)
                 self._tell(AcquireGranted(claim.load, reply))
             case Gone():
                 self._fail(claim, FailureCause(f"gone_{reply.why.value}"))
@@ -297,8 +255,7 @@ class Claims:
         """Forget a claim that the producer refused or never saw, and tell."""
         if self._claims.get(claim.reader) is claim:
             del self._claims[claim.reader]
-            self._producers[claim.key].holdings.drop(claim.reader)
-            self._shrunk(self._producers[claim.key])
+            self._renewals.drop(claim.key, claim.reader)
         self._tell(AcquireFailed(claim.load, cause))
 
     def _give_up(self, claim: _Claim, cause: FailureCause) -> None:
@@ -310,13 +267,11 @@ class Claims:
         if claim is None:
             return
         del self._claims[claim.reader]
-        producer = self._producers[claim.key]
-        producer.holdings.remove(claim.reader)
+        peer = self._renewals.remove(claim.key, claim.reader)
         if claim.granted_at is None:
-            producer.peer.cancel(_AcquireCall(claim))
+            peer.cancel(_AcquireCall(claim))
         if release:
-            self._release(producer.peer, claim.lease, claim.token, claim.reader)
-        self._shrunk(producer)
+            self._release(peer, claim.lease, claim.token, claim.reader)
 
     def _release(self, peer: Peer, lease: LeaseId, token: LeaseToken, reader: ReaderId) -> None:
         def request(seq: int, to: Incarnation) -> Release:
@@ -329,92 +284,23 @@ class Claims:
 
     def _gone(self, claim: _Claim, why: GoneReason) -> None:
         del self._claims[claim.reader]
-        producer = self._producers[claim.key]
-        producer.holdings.remove(claim.reader)
-        self._shrunk(producer)
+        self._renewals.remove(claim.key, claim.reader)
         self.counters["leases_gone"] += 1
         self._tell(LeaseGone(claim.load, why))
 
-    def _all_gone(self, producer: _Producer) -> None:
-        for reader in list(producer.holdings):
+    def _all_gone(self, key: PeerKey) -> None:
+        for reader in self._renewals.readers(key):
             if self._claims[reader].granted_at is not None:
                 self._gone(self._claims[reader], GoneReason.UNKNOWN)
 
-    # Producers and their renewals
-
-    def _producer(self, key: PeerKey) -> _Producer:
-        producer = self._producers.get(key)
-        if producer is None:
-            producer = _Producer(self._channel.peer(key), Holdings(self._generations))
-            self._producers[key] = producer
-        return producer
-
-    def _shrunk(self, producer: _Producer) -> None:
-        if not producer.holdings:
-            producer.peer.pinned = False
-            self._set_beat(producer, None)
-
-    def _interval_s(self, ttl_s: float) -> float:
-        """The time to the next renewal: a heartbeat, or less where leases are shorter than ours (a NaN is not)."""
-        heartbeat_s = self._settings.heartbeat_interval_s
-        return min(heartbeat_s, max(ttl_s / 3, heartbeat_s / 10)) if ttl_s >= 0 else heartbeat_s
-
-    def _set_beat(self, producer: _Producer, at: float | None) -> None:
-        producer.beat_at = at if producer.holdings else None
-        self._beats.set(producer.peer.key, producer.beat_at)
-
-    def _renew(self, producer: _Producer) -> None:
-        renewal = producer.holdings.renewal()
-
-        def request(seq: int, to: Incarnation) -> Renew:
-            return Renew(seq=seq, to=to, channel=self._id, **renewal._asdict())
-
-        now = self._clock()
-        timeout_s = min(self._settings.heartbeat_interval_s, self._settings.acquire_timeout_s)
-        producer.renewing_since = now
-        self.counters["renewals"] += 1
-        call = _RenewCall(producer.peer.key)
-        producer.peer.call(call, request, now, timeout_s, resend=not producer.holdings.send_once)
-
-    def _renewed(self, producer: _Producer, reply: AnyReply) -> None:
-        since, producer.renewing_since = producer.renewing_since, None
-        now = self._clock()
-        next_s = self._settings.heartbeat_interval_s
-        self._set_beat(producer, now + next_s)
-        again = False
-        match reply:
-            case Renewed():
-                next_s = self._interval_s(reply.ttl_s)
-                again = producer.holdings.renewed()
-                for holding in reply.gone:
-                    self._listed_gone(producer, holding, since)
-            case Resend():
-                self.counters["resends"] += 1
-                producer.holdings.resend()
-                again, producer.resent = not producer.resent, True
-            case _:
-                self.counters["confused"] += 1
-                producer.holdings.resend()
-        if again and producer.holdings:
-            self._renew(producer)
-        else:
-            self._set_beat(producer, now + next_s)
-
-    def _listed_gone(self, producer: _Producer, holding: GoneHolding, since: float | None) -> None:
+    def _listed_gone(self, key: PeerKey, holding: GoneHolding, since: float | None) -> None:
         """The producer says that a reader of ours lost its lease.
 
         It cannot mean a claim that was granted after it was asked. ``COMMITTED`` is what a reader that has read
         everything looks like until its load is reported.
         """
         claim = self._claims.get(ReaderId(holding.reader))
-        if claim is None or claim.key != producer.peer.key or holding.why is GoneReason.COMMITTED:
+        if claim is None or claim.key != key or holding.why is GoneReason.COMMITTED:
             return
         if claim.granted_at is not None and since is not None and claim.granted_at <= since:
             self._gone(claim, holding.why)
-
-    def _renewal_lost(self, producer: _Producer) -> None:
-        producer.renewing_since = None
-        self.counters["renewals_lost"] += 1
-        if producer.holdings.send_once:
-            producer.holdings.resend()
-        self._set_beat(producer, self._clock() + min(self._settings.heartbeat_interval_s / 4, _RETRY_S))

@@ -20,6 +20,7 @@ from typing import Final
 from kvlease.core.ids import LoadId
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState
 from kvlease.core.messages import Gone
+from kvlease.core.orders import LoadOrder
 from kvlease.logs import RateLimitedLog
 from kvlease.worker.outbox import Outbox
 from kvlease.worker.pulls import Pull
@@ -77,6 +78,12 @@ class OpenLoads:
         """Report a load that never began."""
         self._count_failed(cause)
         self._outbox.received(load, cause)
+
+    def refuse(self, order: LoadOrder, cause: FailureCause, text: str, now: float) -> None:
+        """As :meth:`give_up`, and logged."""
+        words = "load %s of lease %s from %s could not begin: %s (%s)"
+        self._log(cause.value, now, words, order.load, order.lease, order.peer, cause.value, text)
+        self.give_up(order.load, cause)
 
     def committed(self, pull: Pull, now: float) -> None:
         """The producer vouches for what was read."""

@@ -22,7 +22,7 @@ from kvlease.core.ids import PeerKey
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState
 from kvlease.core.messages import AnyReply, Commit, Committed, Gone
 from kvlease.core.orders import LoadOrder, Orders
-from kvlease.core.peers import Answered, Event, PeerDied, PeerForgotten, PeerState, Unanswered
+from kvlease.core.peers import Answered, Event, PeerDied, PeerForgotten, PeerState, TooManyPeers, Unanswered
 from kvlease.core.plan import Limits, Pages, PlanError, load_bytes, plan
 from kvlease.worker.agent import Agent, AgentError
 from kvlease.worker.checks import Check, Checks, Hashing
@@ -115,6 +115,8 @@ class Puller:
         for order in orders.loads:
             try:
                 self._begin(order, now)
+            except TooManyPeers as error:
+                self._loads.refuse(order, FailureCause.TOO_MANY_PEERS, str(error), now)
             except Exception as error:
                 self._loads.crashed(f"load {order.load}", error, now)
                 self._loads.give_up(order.load, FailureCause.INTERNAL)

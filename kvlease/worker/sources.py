@@ -33,7 +33,7 @@ class Link(Protocol):
     """What is used of :class:`kvlease.net.channel.Channel`."""
 
     def peer(self, key: PeerKey) -> Peer:
-        """The one peer of that key."""
+        """The one peer of that key; raises TooManyPeers when there is no room for it."""
 
     def forget(self, key: PeerKey) -> None:
         """Close its socket."""

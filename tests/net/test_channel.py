@@ -12,9 +12,9 @@ import pytest
 
 from kvlease.core.ids import EngineId, Incarnation, PeerKey
 from kvlease.core.messages import AnyRequest, Ping, Release
-from kvlease.core.peers import Answered, Event, PeerBack, PeerDied, PeerForgotten, PeerState, Unanswered
+from kvlease.core.peers import Answered, Event, PeerBack, PeerDied, PeerForgotten, PeerState, TooManyPeers, Unanswered
 from kvlease.core.silence import PeerTiming
-from kvlease.net.channel import Channel, TooManyPeers
+from kvlease.net.channel import Channel
 from kvlease.net.sockets import BATCH_MAX
 from kvlease.testing import FakeClock
 from tests.net.router import Heard, Router, black_hole, drive, free_port

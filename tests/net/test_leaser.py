@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -32,6 +33,7 @@ from kvlease.core.messages import (
     Renewed,
     Resend,
 )
+from kvlease.net.channel import Channel
 from kvlease.net.leaser import AcquireFailed, AcquireGranted, LeaseGone, Leaser, Result
 from kvlease.testing import FakeClock
 from tests.net.router import Heard, Router, drive, free_port
@@ -222,6 +224,17 @@ def test_a_prompt_that_cannot_be_digested_fails_its_own_load(story: Story) -> No
     assert story.counted("internal") == 1
     story.results.clear()
     story.hold("good")
+
+
+def test_a_producer_that_there_is_no_room_for_fails_its_own_load(clock: FakeClock, router: Router) -> None:
+    leaser = Leaser(CHANNEL, SETTINGS, clock=clock, make_channel=partial(Channel, max_peers=1))
+    story = Story(leaser, router, clock)
+    story.hold("good")
+    load = story.acquire("bad", key=router.key._replace(port=free_port()))
+    story.until(lambda: bool(story.results))
+    assert story.results == [AcquireFailed(load, FailureCause.TOO_MANY_PEERS)]
+    assert (story.counted("too_many_peers"), story.counted("internal")) == (1, 0)
+    leaser.close()
 
 
 def test_a_second_claim_for_the_same_load_does_not_disturb_the_first(story: Story) -> None:

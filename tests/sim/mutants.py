@@ -29,6 +29,7 @@ from kvlease.core.readers import ReaderState
 from kvlease.core.silence import Watch
 from kvlease.net.claims import Claims
 from kvlease.net.loop import Loop
+from kvlease.net.renewals import Renewals
 from kvlease.worker import sources
 from kvlease.worker.agent import AgentError, ReadState
 from kvlease.worker.open_loads import OpenLoads
@@ -462,17 +463,15 @@ def _forgets_release(real: Any) -> Any:
     """A failed load does not tell the producer."""
 
     def let_go(self: Claims, claim: Any, *, release: bool) -> None:
-        if claim is None:
-            return
-        del self._claims[claim.reader]
-        self._shrunk(self._producers[claim.key])
+        if claim is not None:
+            del self._claims[claim.reader]
 
     return let_go
 
 
-@_mutant("heartbeats stop", "renews nothing", Claims, "tick")
+@_mutant("heartbeats stop", "renews nothing", Renewals, "tick")
 def _renews_stop(real: Any) -> Any:
-    def tick(self: Claims) -> None:
+    def tick(self: Renewals) -> None:
         self._beats.take_due(self._clock())
 
     return tick

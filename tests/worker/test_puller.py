@@ -24,7 +24,7 @@ from kvlease.core.messages import (
     Welcome,
 )
 from kvlease.core.orders import Orders, Reports
-from kvlease.core.peers import PeerState
+from kvlease.core.peers import Peer, PeerState, TooManyPeers
 from kvlease.testing import FakeClock, Fate
 from kvlease.worker.known_sources import EARLY_MAX
 from kvlease.worker.open_loads import SETTLE_S
@@ -273,6 +273,22 @@ class TestBeginning:
         assert reports.received == {"broken", "load"}
         assert reports.failed == {"broken": FailureCause.INTERNAL}
         assert world.puller.stats()["internal_errors"] == 1
+
+    def test_a_producer_that_there_is_no_room_for_fails_that_load_only(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def no_room(key: PeerKey) -> Peer:
+            raise TooManyPeers("all 1 peers are in use")
+
+        world.take(world.order("load", BLOCKS))
+        stranger = world.new_producer("q")
+        monkeypatch.setattr(world.link, "peer", no_room)
+        world.take(world.order("refused", {1: 1}, stranger))
+        world.step(20)
+        reports = world.reports()
+        assert reports.received == {"load", "refused"}
+        assert reports.failed == {"refused": FailureCause.TOO_MANY_PEERS}
+        assert "internal_errors" not in world.puller.stats()
 
 
 class TestGreetingEarly:
