@@ -1,4 +1,4 @@
-"""The world of the lease table's checker: the real table, readers that do all that a reader may, and a ration of faults.
+"""The world of the table checker: the real table, readers that do all that a reader may, and a ration of faults.
 
 One producer, one lease, two readers of two ranks. A reader is only what it may do at most: acquire, read, commit with
 each rank, be aborted. A world is one number, so that millions of them fit into a dict.
