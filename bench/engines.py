@@ -20,13 +20,13 @@ from bench.measure import Findings, Show
 from devtools.model import ensure_model
 from devtools.prompts import PromptMaker
 
-PROMPT_TOKENS = 31 * 128 + 1
-"""32 blocks, 94 MB, all but the last token of them in the producer's prefix cache once it has seen the prompt."""
+PROMPT_TOKENS = 15 * 128 + 1
+"""16 blocks, 94 MB, all but the last token of them in the producer's prefix cache once it has seen the prompt."""
 STREAM_PROMPT_TOKENS = 32
 LOG_DIR = ROOT / ".cache" / "bench"
 
 ABOUT = f"""\
-Two real engines, a producer and a consumer (one core each on a machine with two), run SmolLM2-135M in bfloat16. A is
+Two real engines, a producer and a consumer (one core each on a machine with two), run SmolLM2-135M in float32. A is
 kvlease, B the NixlConnector that ships in vLLM, B' the same connector with NIXL's progress thread and its core
 pinning switched off by `devtools/quiet_nixl.py`. Model, flags, prompts and lease times ({LEASE_S} s) are equal. The
 three pairs live side by side, two of them stopped by SIGSTOP while the third is measured; visits alternate, and their

@@ -16,8 +16,8 @@ HANDOVER_AT_MOST = {SHIPPED: 0.25, QUIET: 0.8}
 WORST_AT_MOST = 3.0
 GAP_P99_AT_MOST_ALONE = 1.5
 GAP_P99_AT_MOST_QUIET = 0.5
-LEAST_BYTES_PER_TOKEN = 23_040
-"""KV of one token: 30 layers, K and V, 3 heads of 64 numbers of two bytes."""
+LEAST_BYTES_PER_TOKEN = 46_080
+"""KV of one token: 30 layers, K and V, 3 heads of 64 numbers of four bytes."""
 
 
 def measurements_of(samples: Samples) -> list[Measurement]:

@@ -33,9 +33,6 @@ OUTPUT_TOKENS = 24
 SETTLE_S = 5.0
 """How long we wait for an engine to publish what it has just done."""
 
-# In bfloat16 an engine does not always agree with itself across batch shapes; in float32 it does.
-FLAGS = ("--dtype", "float32")
-
 PULLED, RECOMPUTED = "pulled", "recomputed"
 
 
@@ -290,7 +287,7 @@ def engine_spec(name: str, role: str) -> EngineSpec:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"host": "127.0.0.1", "port": 0},
     }
-    return EngineSpec(name, kv_transfer=transfer, flags=FLAGS)
+    return EngineSpec(name, kv_transfer=transfer)
 
 
 def demo(console: Console) -> int:

@@ -11,9 +11,6 @@ from devtools.engines import Completion, Engine, EngineSpec, completion_body
 from devtools.metrics import LOADS
 from devtools.prompts import PromptMaker
 
-FLOAT32 = ("--dtype", "float32")
-"""In bfloat16 one engine does not always agree with itself across batch sizes; in float32 these models do."""
-
 NO_PREFIX_CACHE = "--no-enable-prefix-caching"
 
 PATIENCE = {"acquire_timeout_s": 8.0, "commit_timeout_s": 8.0, "peer_timeout_s": 6.0}
@@ -32,7 +29,7 @@ def spec(
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"host": "127.0.0.1", "port": port, **PATIENCE, **knobs},
     }
-    return EngineSpec(name, kv_transfer=transfer, flags=(*FLOAT32, *flags))
+    return EngineSpec(name, kv_transfer=transfer, flags=tuple(flags))
 
 
 def wait_until(done: Callable[[], bool], what: str, timeout_s: float = 20.0) -> float:

@@ -13,7 +13,7 @@ from devtools.engines import Engine, EngineSpec, Progress, core_shares, engine_s
 from devtools.model import ensure_model
 from devtools.processes import free_port
 from devtools.prompts import PromptMaker
-from tests.engines.support import FLOAT32, NO_PREFIX_CACHE, spec
+from tests.engines.support import NO_PREFIX_CACHE, spec
 from tests.faults.adapters import ADAPTERS, ensure_adapters
 
 KVLEASE, NIXL = "KVLeaseConnector", "NixlConnector"
@@ -90,7 +90,7 @@ def nixl_spec(name: str, role: str, flags: Sequence[str], policy: str) -> Engine
         "kv_connector_extra_config": dict(NIXL_LEASES),
     }
     env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    return EngineSpec(name, kv_transfer=transfer, flags=(*FLOAT32, *flags), env=env)
+    return EngineSpec(name, kv_transfer=transfer, flags=tuple(flags), env=env)
 
 
 def make_spec(
