@@ -156,7 +156,7 @@ class KVLeaseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """This step's orders to the workers."""
-        return KVLeaseMetadata(self._scheduler_half.take_orders())
+        return KVLeaseMetadata(self._scheduler_half.take_orders(scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The workers' reports, before the scheduler acts on them."""

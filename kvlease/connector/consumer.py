@@ -96,6 +96,7 @@ class ConsumerHalf:
         self._may_load = may_load
         self._clock = clock
         self._loads: dict[LoadId, Load] = {}
+        self._is_claiming = False  # a request that could run otherwise waits for its claim
         self._claim_numbers = count(1)
         self._orders: list[LoadOrder] = []
         self._aborts: list[LoadId] = []
@@ -162,6 +163,7 @@ class ConsumerHalf:
             return 0, False
         if load.state is LoadState.ACQUIRING:
             if self._clock() < load.give_up_at:
+                self._is_claiming = True
                 return None, False
             load.fail(FailureCause.ACQUIRE_TIMEOUT)
             self._log_failure(load)
@@ -214,6 +216,11 @@ class ConsumerHalf:
         orders = Orders(loads=self._orders, aborts=self._aborts, greet=list(self._greet))
         self._orders, self._aborts, self._greet = [], [], {}
         return orders
+
+    def may_rest(self, leases_live: int) -> bool:
+        """Whether nothing but leases and loads that are read keeps the engine stepping. Asked once in each step."""
+        is_claiming, self._is_claiming = self._is_claiming, False
+        return not is_claiming and (leases_live > 0 or bool(self._loads))
 
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers reported: hold back blocks that may still be written to, drop stale ids, settle the loads."""

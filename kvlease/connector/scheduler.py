@@ -125,13 +125,16 @@ class SchedulerHalf:
         handoff = self._producer.grant(request, block_ids) if self._producer else None
         return handoff is not None, handoff
 
-    def take_orders(self) -> Orders:
-        """This step's orders to the workers."""
+    def take_orders(self, num_scheduled_tokens: int) -> Orders:
+        """This step's orders to the workers. ``num_scheduled_tokens``: 0 in a step that runs no model."""
         orders = self._consumer.take_orders()
-        if self._producer is None:
-            return orders
-        ended, leases_live = self._producer.take_ended(), self._producer.leases_live
-        return replace(orders, ended=ended, leases_live=leases_live) if ended or leases_live else orders
+        ended, leases_live = [], 0
+        if self._producer is not None:
+            ended, leases_live = self._producer.take_ended(), self._producer.leases_live
+        may_rest = self._consumer.may_rest(leases_live) and num_scheduled_tokens == 0 and not ended
+        if ended or leases_live or may_rest:
+            return replace(orders, ended=ended, leases_live=leases_live, may_rest=may_rest)
+        return orders
 
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers' reports, before the scheduler acts on them."""

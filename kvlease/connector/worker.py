@@ -48,6 +48,7 @@ class WorkerFacade:
         self._factors: dict[str, str] = {}
         self._stats = StatsDelta()
         self._reports = Reports()
+        self._may_rest = False
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the KV cache with NIXL and start the transfer thread."""
@@ -82,9 +83,13 @@ class WorkerFacade:
         """Queue this step's orders for the transfer thread."""
         if self._half is not None:
             self._half.take_orders(orders)
+        self._may_rest = orders.may_rest
 
     def take_results(self) -> KVConnectorTransferResults:
         """This rank's reports since the last step; what belongs beside them waits for :meth:`take_report`."""
+        if self._may_rest and self._half is not None:
+            self._half.rest()
+        self._may_rest = False
         self._reports = self._half.take_reports() if self._half is not None else Reports()
         return KVConnectorTransferResults(
             finished_sending=set(self._reports.sent),

@@ -39,7 +39,8 @@ class LoadOrder:
 class Orders:
     """One step's orders. ``leases_live``: how many leases the producer half has out, so that the worker half knows how
     often NIXL wants to be called (no progress thread spins for it). ``greet``: producers that loads may soon come from,
-    so that hands are shaken while those wait to be scheduled; nothing is owed for it.
+    so that hands are shaken while those wait to be scheduled; nothing is owed for it. ``may_rest``: the step runs no
+    model, and nothing but loads and leases keeps the engine stepping.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
@@ -47,6 +48,7 @@ class Orders:
     ended: list[LeaseId] = field(default_factory=list)
     leases_live: int = 0
     greet: list[PeerKey] = field(default_factory=list)
+    may_rest: bool = False
 
 
 NO_ORDERS: Final = Orders()

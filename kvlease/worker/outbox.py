@@ -1,11 +1,12 @@
-"""What the transfer thread leaves for the engine's thread: reports and numbers, handed over without a lock.
+"""What the transfer thread leaves for the engine's thread: reports and numbers, taken without a lock.
 
-A deque's ``append`` and ``popleft`` are atomic, and so is the exchange of one finished dict for another; nothing more
-is shared between the two threads in this direction.
+A deque's ``append`` and ``popleft`` are atomic, and so is the exchange of one finished dict for another. Beside them
+there is only an event, for an engine's thread that has nothing to do but to wait for a report.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Outbox:
     def __init__(self) -> None:
         self._items: deque[_Sent | _Received | _Settled] = deque()
         self._stats: dict[str, float] = {}
+        self._arrived = threading.Event()
 
     def __len__(self) -> int:
         """How much there is to :meth:`take`."""
@@ -49,10 +51,15 @@ class Outbox:
     def received(self, load: LoadId, cause: FailureCause | None = None, unsettled: bool = False) -> None:
         """The load's one report: committed, or failed with ``cause``; ``unsettled`` while a read may still write."""
         self._items.append(_Received(load, cause, unsettled))
+        self._arrived.set()
 
     def settled(self, load: LoadId) -> None:
         """No read of a load that was reported as unsettled can write any more."""
         self._items.append(_Settled(load))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a load was reported since the last :meth:`take`, or is within ``timeout_s``."""
+        return self._arrived.wait(timeout_s)
 
     def take(self) -> Reports:
         """Everything since the last call, but of one name only one load that settled.
@@ -61,6 +68,7 @@ class Outbox:
         next call: two loads of one name in one batch would pass for one, and the blocks of the other for free or for
         held for ever.
         """
+        self._arrived.clear()
         reports = Reports()
         later: list[_Settled] = []
         while self._items:

@@ -38,6 +38,11 @@ TICK_SERVING_S: Final = 0.002
 TICK_IDLE_S: Final = 0.1
 TICK_LOADING_S: Final = 0.01
 
+REST_S: Final = 0.005
+"""How long a step without a model may be drawn out. vLLM steps every millisecond or so while loads or leases exist, and
+what those steps cost is taken from the reads they wait for. Whoever arrives meanwhile waits for the step to end.
+"""
+
 SPIN_S: Final = 0.001
 """A posted read is asked for without a pause for so long; most of what is near is over by then."""
 
@@ -115,6 +120,10 @@ class TransferThread:
             has_begun = True
         if has_begun and self._link is not None and self.is_alive:
             self._link.wake()
+
+    def rest(self) -> None:
+        """Wait until a load is reported, for at most :data:`REST_S`. Only for a step that has nothing else to do."""
+        self._outbox.wait(REST_S)
 
     def take_reports(self) -> Reports:
         """What happened since the last call."""

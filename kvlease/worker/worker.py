@@ -87,6 +87,11 @@ class WorkerHalf:
         if self._thread is not None:
             self._thread.take_orders(orders)
 
+    def rest(self) -> None:
+        """Wait until a load is reported, a few milliseconds at most. Only for a step that has nothing else to do."""
+        if self._thread is not None:
+            self._thread.rest()
+
     def take_reports(self) -> Reports:
         """What happened since the last call."""
         return self._thread.take_reports() if self._thread is not None else Reports()

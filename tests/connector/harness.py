@@ -50,6 +50,7 @@ class ScriptedWorker:
         self.reports = Reports()
         self.gives_back = True
         self.leases_live = 0
+        self.may_rest = False
         self.greeted: list[PeerKey] = []
 
     def take(self, orders: Orders) -> None:
@@ -62,6 +63,7 @@ class ScriptedWorker:
         self.aborts += orders.aborts
         self.ended += orders.ended
         self.leases_live = orders.leases_live
+        self.may_rest = orders.may_rest
         self.greeted += orders.greet
         if self.gives_back:
             self.reports.sent.update(orders.ended)

@@ -56,6 +56,33 @@ def test_a_handoff_becomes_one_load_of_the_whole_prompt(make_site: MakeSite, len
     assert consumer.blocks_free == free
 
 
+def test_a_step_is_drawn_out_only_when_nothing_but_loads_and_leases_needs_it(make_site: MakeSite) -> None:
+    producer, consumer = make_site("kv_producer"), make_site("kv_consumer")
+    handoffs = [producer.prefill(name, prompt(40)) for name in "pq"]
+    producer.step()
+    assert producer.worker.may_rest  # it has leases out, and nothing to run
+    producer.submit("another", prompt(40))
+    producer.step()
+    assert not producer.worker.may_rest  # a model ran
+    consumer.submit("d", prompt(40), handoffs[0])
+    consumer.step()
+    assert not consumer.worker.may_rest  # the claim may be granted any moment
+    consumer.until(lambda: "d" in consumer.worker.loads)
+    consumer.step()
+    assert consumer.worker.may_rest  # its pull is under way
+    consumer.submit("e", prompt(40), handoffs[1])
+    consumer.step()
+    assert not consumer.worker.may_rest  # another one's claim is
+    consumer.worker.reports.received.add(consumer.worker.loads["d"].load)
+    consumer.until(lambda: "d" in consumer.finished)
+    consumer.abort("e")
+    consumer.step()
+    assert not consumer.worker.may_rest  # nothing is
+    producer.connector.reset_cache()
+    producer.until(lambda: len(producer.worker.ended) == 2)
+    assert not producer.worker.may_rest  # ended leases are not kept waiting
+
+
 def test_workers_greet_the_producer_while_the_request_still_waits_for_blocks(make_site: MakeSite) -> None:
     producer, consumer = make_site("kv_producer"), make_site("kv_consumer", num_blocks=4)
     handoff = producer.prefill("p", prompt(200))

@@ -13,8 +13,10 @@ pytest.importorskip("vllm")
 
 import torch
 
-from kvlease.connector.worker import compat_factors
+from kvlease.config import Settings
+from kvlease.connector.worker import WorkerFacade, compat_factors
 from kvlease.core.compat import differences
+from kvlease.core.orders import Orders, Reports
 from kvlease.worker.regions import LayerSpec, find_regions
 
 if TYPE_CHECKING:
@@ -71,3 +73,31 @@ def test_another_block_size_is_named_with_what_follows_from_it(make_site: MakeSi
     spec = site.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
     differing = differences(factors(site.config, spec), factors(site.config, spec.copy_with_new_block_size(32)))
     assert [one.name for one in differing] == ["block_size", "kv_layout", "page_bytes"]
+
+
+class Half:
+    """Stands where the worker half without vLLM stands."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def take_orders(self, orders: Orders) -> None:
+        self.calls.append("orders")
+
+    def rest(self) -> None:
+        self.calls.append("rest")
+
+    def take_reports(self) -> Reports:
+        self.calls.append("reports")
+        return Reports()
+
+
+def test_a_step_that_may_rest_rests_once_before_its_reports_are_taken() -> None:
+    facade, half = WorkerFacade(None, None, Settings()), Half()
+    facade._half = half  # type: ignore[assignment]
+    facade.take_orders(Orders(may_rest=True))
+    for _ in range(2):
+        facade.take_results()
+    facade.take_orders(Orders())
+    facade.take_results()
+    assert half.calls == ["orders", "rest", "reports", "reports", "orders", "reports"]

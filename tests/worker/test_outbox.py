@@ -1,5 +1,7 @@
 """Reports are handed over once, in a form the scheduler can trust."""
 
+import threading
+
 from kvlease.core.ids import LeaseId, LoadId
 from kvlease.core.loads import FailureCause
 from kvlease.core.orders import Reports
@@ -53,6 +55,18 @@ def test_two_loads_of_one_name_that_settle_at_once_are_told_of_one_after_the_oth
     outbox.settled(A)
     outbox.settled(B)
     assert [outbox.take(), outbox.take()] == [Reports(settled={A, B}), Reports(settled={A})]
+
+
+def test_waiting_ends_with_a_report_and_only_with_one_that_was_not_taken() -> None:
+    outbox = Outbox()
+    outbox.received(A)
+    assert outbox.wait(10.0)
+    outbox.take()
+    outbox.sent(LeaseId("lease"))
+    outbox.settled(A)
+    assert not outbox.wait(0.001)
+    threading.Timer(0.01, outbox.received, [B]).start()
+    assert outbox.wait(10.0)
 
 
 def test_numbers_are_those_last_published() -> None:
