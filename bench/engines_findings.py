@@ -144,8 +144,17 @@ def _handover(by_key: Mapping[str, list[Samples]]) -> list[Measurement]:
             beside=_others(by_key, worst_of),
         )
     )
-    prefill = _measurement("the producer's answer to the same request, all cached", "ms", 1e3, by_key, _prefills_s)
-    return [*found, prefill]
+    found.append(_measurement("the producer's answer to the same request, all cached", "ms", 1e3, by_key, _prefills_s))
+    for key in HANDOVER_AT_MOST:
+        found.append(
+            Measurement(
+                name=f"that answer, against {key}: what a pull in no time would reach",
+                value=_median(_prefills_s(by_key[OURS])) / _median(handovers_s(by_key[key])),
+                unit=f"x {key}",
+                num_samples=len(ours),
+            )
+        )
+    return found
 
 
 def _prefills_s(visits: Sequence[Samples]) -> list[float]:
@@ -165,8 +174,8 @@ def _gaps(by_key: Mapping[str, list[Samples]]) -> list[Measurement]:
     def p99(which: str) -> Callable[[list[Samples]], float]:
         return lambda visits: percentile(gaps_s(visits, which), 99)
 
-    def growth(visits: list[Samples]) -> float:
-        return p99("pulling")(visits) / p99("alone")(visits)
+    def growth(visits: list[Samples], which: str = "pulling") -> float:
+        return p99(which)(visits) / p99("alone")(visits)
 
     ours = by_key[OURS]
     num_pulling = len(gaps_s(ours, "pulling"))
@@ -194,6 +203,15 @@ def _gaps(by_key: Mapping[str, list[Samples]]) -> list[Measurement]:
             target=f"≤ {GAP_P99_AT_MOST_ALONE:g} x own p99 alone",
             at_most=GAP_P99_AT_MOST_ALONE,
             beside=_others(by_key, growth),
+        )
+    )
+    found.append(
+        Measurement(
+            name="decode gap, p99 nothing pulled against p99 alone: what a pull at no cost would reach",
+            value=growth(ours, "cached"),
+            unit="x own p99 alone",
+            num_samples=len(gaps_s(ours, "cached")),
+            beside=_others(by_key, lambda visits: growth(visits, "cached")),
         )
     )
     found.append(
