@@ -64,6 +64,7 @@ def measure_scale(leases: int, channels: int, window_s: float, probes: int) -> T
     table.is_met = cpu < CPU_BOUND and bytes_s < BYTES_BOUND and lost == 0
     table.add("producer's CPU, % of a core", 100 * cpu)
     table.add("renewals per second", renewals)
+    table.add("a bare ZeroMQ echo of as many messages, % of a core", 100 * _echo_cpu(renewals, window_s))
     table.add("bytes per second, both ways", round(bytes_s))
     table.add("leases live at the end", round(still_live))
     table.add("leases or renewals lost meanwhile", lost)
@@ -105,6 +106,41 @@ def measure_flood(window_s: float, probes: int) -> Table:
     table.add("unclaimed leases ended late by at most, s", late_s)
     table.add("producer's memory grew by, MB", grown / 1e6)
     return table
+
+
+# The least that a thread costs which answers one message at a time
+
+
+def _echo_cpu(per_s: float, window_s: float) -> float:
+    """What of a core a process uses that sends every message back as it came, ``per_s`` of them in a second."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_echo, args=(theirs,), daemon=True)
+    process.start()
+    context = zmq.Context()
+    asker: Any = context.socket(zmq.DEALER)
+    asker.connect(f"tcp://127.0.0.1:{ours.recv()}")
+    try:
+        assert process.pid is not None
+        before, began = _cpu_s(process.pid), time.monotonic()
+        for number in range(round(per_s * window_s)):
+            asker.send(bytes(_renew_bytes() // 2))
+            asker.recv()
+            time.sleep(max(0.0, began + (number + 1) / per_s - time.monotonic()))
+        return (_cpu_s(process.pid) - before) / (time.monotonic() - began)
+    finally:
+        process.terminate()
+        process.join()
+        context.destroy(linger=0)
+
+
+def _echo(pipe: Any) -> None:
+    socket: Any = zmq.Context().socket(zmq.ROUTER)
+    pipe.send(socket.bind_to_random_port("tcp://127.0.0.1"))
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    while True:
+        poller.poll()
+        socket.send_multipart(socket.recv_multipart())
 
 
 # The producer's process

@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from vllm.utils.network_utils import get_ip
@@ -25,7 +24,7 @@ from kvlease.connector.reports import keep_sent, reported_by_us
 from kvlease.connector.stats import KVLeaseStats, StatsDelta
 from kvlease.core.compat import fingerprint
 from kvlease.core.ids import INCARNATION_BYTES, ChannelId, EngineId, Incarnation
-from kvlease.core.orders import Orders
+from kvlease.core.orders import NO_ORDERS, REST, Orders
 from kvlease.net.endpoint import Endpoint
 from kvlease.net.leaser import Leaser
 
@@ -132,9 +131,9 @@ class SchedulerHalf:
         if self._producer is not None:
             ended, leases_live = self._producer.take_ended(), self._producer.leases_live
         may_rest = self._consumer.may_rest(leases_live) and num_scheduled_tokens == 0 and not ended
-        if ended or leases_live or may_rest:
-            return replace(orders, ended=ended, leases_live=leases_live, may_rest=may_rest)
-        return orders
+        if ended or leases_live or (may_rest and orders is not NO_ORDERS):
+            return Orders(orders.loads, orders.aborts, ended, leases_live, orders.greet, may_rest)
+        return REST if may_rest else orders
 
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers' reports, before the scheduler acts on them."""

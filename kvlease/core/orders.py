@@ -54,6 +54,9 @@ class Orders:
 NO_ORDERS: Final = Orders()
 """Those of a step in which there is nothing to say."""
 
+REST: Final = Orders(may_rest=True)
+"""Those of a step in which there is nothing to say and nothing to do."""
+
 
 @dataclass
 class Reports:
