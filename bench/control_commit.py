@@ -78,7 +78,7 @@ def _commits(theirs: Load, ours: Load, rounds: int) -> list[float]:
     """Milliseconds, sorted."""
     with producer(partial(_engine, theirs, rounds), timing(lease_extension_s=600.0)) as served:
         ended = threading.Event()
-        thread = threading.Thread(target=hold_interpreter, args=(ours, ended))
+        thread = threading.Thread(target=hold_interpreter, args=(ours, ended), daemon=True)
         asker = Asker(served.key)
         served.pipe.recv()
         for index in range(rounds):
@@ -104,7 +104,7 @@ def _engine(load: Load, rounds: int, endpoint: Endpoint, pipe: Any) -> None:
     pipe.send("granted")
     pipe.recv()
     ended = threading.Event()
-    thread = threading.Thread(target=hold_interpreter, args=(load, ended))
+    thread = threading.Thread(target=hold_interpreter, args=(load, ended), daemon=True)
     thread.start()
     pipe.recv()
     ended.set()
