@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     rounds: int = 4
     settle_s: float = 2.5
-    """Before the idle engines are looked at: vLLM's workers spin for about a second after a step."""
+    """Before the idle engines are looked at: vLLM's workers look for work for about a second after a step."""
     idle_s: float = 5.0
     handovers: int = 10
     quiet_s: float = 8.0
@@ -78,7 +78,7 @@ QUICK = Plan(rounds=1, idle_s=2.0, handovers=4, quiet_s=3.0, pulls=6)
 
 
 def measure(quick: bool, show: Show) -> Findings:
-    """About half an hour on two cores; with `quick` a third of it, good for a look and not for a claim."""
+    """About twenty minutes on two cores; with `quick` a third of that, good for a look and not for a claim."""
     plan = QUICK if quick else Plan()
     shutil.rmtree(LOG_DIR, ignore_errors=True)
     samples: dict[str, Any] = {

@@ -14,8 +14,8 @@ from devtools.prompts import PromptMaker
 NO_PREFIX_CACHE = "--no-enable-prefix-caching"
 
 PATIENCE = {"acquire_timeout_s": 8.0, "commit_timeout_s": 8.0, "peer_timeout_s": 6.0}
-"""Three engines on two cores keep each other, and a relay between them, waiting for a second and more: their workers
-spin. No test of a lost message may depend on that.
+"""Three engines on two cores keep each other, and a relay between them, waiting for a second and more. No
+test of a lost message may depend on that.
 """
 
 

@@ -247,6 +247,6 @@ def test_ten_thousand_random_frames_at_the_endpoint(pair: tuple[Engine, Engine],
 
 
 def test_idle_workers_leave_their_cores_alone(pair: tuple[Engine, Engine]) -> None:
-    time.sleep(3.0)  # vLLM's workers spin for about a second after each step
+    time.sleep(3.0)  # vLLM's workers look for work for about a second after each step
     shares = cpu_shares([process for engine in pair for process in engine.process.tree()], over_s=20.0)
     assert max(shares.values()) < 0.05, shares

@@ -56,7 +56,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(log_dir: Path) -> Iterator[Fleet]:
     consumer_flags = [NO_PREFIX_CACHE, "--max-num-seqs", "2"]
-    # The producer's worker spins while leases are out: it gets cores of its own. The consumers are busy one at a time.
+    # The producer keeps stepping while leases are out: it gets cores of its own. The consumers are busy one at a time.
     its_cores, their_cores = core_shares(2)
     specs = [
         replace(spec("producer", "kv_producer", port=free_port(), **LEASES), cores=its_cores),

@@ -159,7 +159,7 @@ def start_fleet(
     log_dir = LOG_ROOT / connector / name
     shutil.rmtree(log_dir, ignore_errors=True)
     loras: list[str] = lora_flags() if plan.loras else []
-    # The producer's worker spins while leases are out: it gets cores of its own. The consumers are busy one at a time.
+    # The producer keeps stepping while leases are out: it gets cores of its own. The consumers are busy one at a time.
     its_cores, their_cores = core_shares(2)
     producer = make_spec(connector, "producer", "kv_producer", [*plan.producer, *loras], plan.knobs)
     consumers = [
