@@ -7,12 +7,11 @@ must get their answers out in between.
 
 from __future__ import annotations
 
-import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from bench.control_echo import IDLE, Load, echo, interpreter_held
 from bench.control_wire import Asker, grant, producer, timing
 from bench.output import Table
 from bench.timing import spread
@@ -23,17 +22,8 @@ P50_BOUND_MS: Final = 0.5
 P99_BOUND_MS: Final = 5.0
 
 
-@dataclass(frozen=True)
-class Load:
-    """How an engine's thread uses the interpreter, in seconds. Without a pause it never lets go by itself."""
-
-    name: str
-    busy_s: float
-    pause_s: float
-
-
 LOADS: Final = (
-    Load("idle", 0.0, 0.01),
+    IDLE,
     Load("1 ms of every 10 ms", 0.001, 0.009),
     Load("3 ms of every 10 ms", 0.003, 0.007),
     Load("8 ms of every 10 ms", 0.008, 0.002),
@@ -44,58 +34,69 @@ JUDGED: Final = LOADS[2]
 """What an engine with hundreds of running requests comes to; the bounds are for it."""
 
 
+_COMMIT: Final = bytes(180)
+"""About as long as a commit on the wire."""
+
+
 def measure_commits(rounds: int) -> Table:
-    """The commit's round trip for each load of the producer's engine, then of the consumer's."""
+    """The commit's round trip for each load of the producer's engine, then of the consumer's; and a bare echo's."""
     table = Table(
         "commit round trip, ms; an engine thread that holds the interpreter lock",
         ("busy side", "engine thread", "ms", "p99 ms"),
         f"producer busy for {JUDGED.name}: median < {P50_BOUND_MS} ms, p99 < {P99_BOUND_MS:.0f} ms",
     )
     for load in LOADS:
-        taken = _commits(load, LOADS[0], rounds)
-        p99 = taken[round(0.99 * (len(taken) - 1))]
-        middle = spread(taken)
+        taken = _commits(load, IDLE, rounds)
+        middle, p99 = spread(taken), _p99(taken)
         table.add("producer", load.name, middle, p99)
         if load is JUDGED:
             table.is_met = middle.median < P50_BOUND_MS and p99 < P99_BOUND_MS
     for load in LOADS[1:]:
-        taken = _commits(LOADS[0], load, rounds)
-        table.add("consumer", load.name, spread(taken), taken[round(0.99 * (len(taken) - 1))])
+        taken = _commits(IDLE, load, rounds)
+        table.add("consumer", load.name, spread(taken), _p99(taken))
+    for load in (IDLE, JUDGED):
+        taken = _echoes(load, rounds)
+        table.add("a bare ZeroMQ echo", load.name, spread(taken), _p99(taken))
     return table
 
 
-def hold_interpreter(load: Load, ended: threading.Event) -> None:
-    """Use the interpreter as ``load`` says until ``ended``."""
-    while not ended.is_set():
-        until = time.perf_counter() + load.busy_s
-        while time.perf_counter() < until:
-            sum(range(100))
-        if load.pause_s:
-            ended.wait(load.pause_s)
+def _p99(taken: list[float]) -> float:
+    return taken[round(0.99 * (len(taken) - 1))]
+
+
+def _echoes(load: Load, rounds: int) -> list[float]:
+    """The same for a bare echo whose process does ``load``."""
+    with echo(load) as bare:
+        bare.ask(_COMMIT)
+        taken = []
+        for index in range(rounds):
+            taken.append(1000 * bare.ask(_COMMIT))
+            _pause(index)
+    return sorted(taken)
 
 
 def _commits(theirs: Load, ours: Load, rounds: int) -> list[float]:
     """Milliseconds, sorted."""
     with producer(partial(_engine, theirs, rounds), timing(lease_extension_s=600.0)) as served:
-        ended = threading.Event()
-        thread = threading.Thread(target=hold_interpreter, args=(ours, ended), daemon=True)
         asker = Asker(served.key)
         served.pipe.recv()
         for index in range(rounds):
             reply, _ = asker.acquire(index)
             assert isinstance(reply, Granted), reply
-        thread.start()
         served.pipe.send("begin")
         taken = []
-        for index in range(rounds):
-            reply, took_s = asker.commit(index)
-            assert isinstance(reply, Committed), reply
-            taken.append(1000 * took_s)
-            time.sleep(0.0013 * (1 + index % 7))  # at any point of the other side's step
-        ended.set()
-        thread.join()
+        with interpreter_held(ours):
+            for index in range(rounds):
+                reply, took_s = asker.commit(index)
+                assert isinstance(reply, Committed), reply
+                taken.append(1000 * took_s)
+                _pause(index)
         asker.close()
     return sorted(taken)
+
+
+def _pause(index: int) -> None:
+    time.sleep(0.0013 * (1 + index % 7))  # so that the next comes at any point of the other side's step
 
 
 def _engine(load: Load, rounds: int, endpoint: Endpoint, pipe: Any) -> None:
@@ -103,9 +104,5 @@ def _engine(load: Load, rounds: int, endpoint: Endpoint, pipe: Any) -> None:
         grant(endpoint, index)
     pipe.send("granted")
     pipe.recv()
-    ended = threading.Event()
-    thread = threading.Thread(target=hold_interpreter, args=(load, ended), daemon=True)
-    thread.start()
-    pipe.recv()
-    ended.set()
-    thread.join()
+    with interpreter_held(load):
+        pipe.recv()

@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import zmq
 
+from bench.control_echo import echo
 from bench.control_wire import SETTINGS, TOKEN, TOKEN_IDS, Asker, Served, grant, lease_name, producer, timing
 from bench.output import Table
 from bench.timing import spread
@@ -108,39 +109,15 @@ def measure_flood(window_s: float, probes: int) -> Table:
     return table
 
 
-# The least that a thread costs which answers one message at a time
-
-
 def _echo_cpu(per_s: float, window_s: float) -> float:
-    """What of a core a process uses that sends every message back as it came, ``per_s`` of them in a second."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_echo, args=(theirs,), daemon=True)
-    process.start()
-    context = zmq.Context()
-    asker: Any = context.socket(zmq.DEALER)
-    asker.connect(f"tcp://127.0.0.1:{ours.recv()}")
-    try:
-        assert process.pid is not None
-        before, began = _cpu_s(process.pid), time.monotonic()
+    """What of a core a bare echo uses that answers ``per_s`` messages in a second."""
+    message = bytes(_renew_bytes() // 2)
+    with echo() as bare:
+        before, began = _cpu_s(bare.pid), time.monotonic()
         for number in range(round(per_s * window_s)):
-            asker.send(bytes(_renew_bytes() // 2))
-            asker.recv()
+            bare.ask(message)
             time.sleep(max(0.0, began + (number + 1) / per_s - time.monotonic()))
-        return (_cpu_s(process.pid) - before) / (time.monotonic() - began)
-    finally:
-        process.terminate()
-        process.join()
-        context.destroy(linger=0)
-
-
-def _echo(pipe: Any) -> None:
-    socket: Any = zmq.Context().socket(zmq.ROUTER)
-    pipe.send(socket.bind_to_random_port("tcp://127.0.0.1"))
-    poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
-    while True:
-        poller.poll()
-        socket.send_multipart(socket.recv_multipart())
+        return (_cpu_s(bare.pid) - before) / (time.monotonic() - began)
 
 
 # The producer's process

@@ -21,7 +21,7 @@ from kvlease.config import Settings
 from kvlease.connector.metrics import Samples, metric_key
 from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.reports import WorkerReport, reported_by_us
-from kvlease.connector.requests import has_failed, prompt_identity
+from kvlease.connector.requests import has_failed, is_sample, prompt_identity
 from kvlease.core.handoff import Handoff, HandoffError, parse_handoff, wants_load
 from kvlease.core.ids import ChannelId, Incarnation, LeaseId, LeaseToken, LoadId, PeerKey, ReaderId, reader_id
 from kvlease.core.loads import FailureCause, LoadEvent, LoadState, next_state
@@ -152,7 +152,7 @@ class ConsumerHalf:
         give_up_at = self._clock() + 2 * self._settings.acquire_timeout_s
         claim = LoadId(f"{load_id}#{next(self._claim_numbers)}")
         self._loads[load_id] = Load(load_id, handoff, LoadState.ACQUIRING, give_up_at, claim)
-        self._leaser.acquire(claim, handoff.peer, handoff.lease, handoff.token, prompt)
+        self._leaser.acquire(claim, handoff.peer, handoff.lease, handoff.token, prompt, has_siblings=is_sample(load_id))
         self._greet[handoff.peer] = None
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -272,6 +272,11 @@ class ConsumerHalf:
     def close(self) -> None:
         """Stop claiming and renewing."""
         self._leaser.close()
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether a request waits for its load."""
+        return bool(self._loads)
 
     @property
     def is_quarantining(self) -> bool:

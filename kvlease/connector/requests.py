@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from kvlease.core.digest import PromptIdentity
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+_SAMPLE: Final = re.compile(r"\d+_")
+"""How the ids of the n > 1 samples of one request begin; other ids of vLLM's servers begin with a word."""
 
 _SERVED: Final = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
@@ -21,6 +25,15 @@ def has_failed(request: Request) -> bool:
     """Whether vLLM itself ended the request, because its load failed under the policy ``fail``."""
     name: str = request.status.name
     return name == "FINISHED_ERROR"
+
+
+def is_sample(request_id: str) -> bool:
+    """Whether the request is one of several samples of one prompt, which vLLM runs as requests of their own.
+
+    An id of somebody's making may look like one. That costs its lease a grace; the other way round, a sample that comes
+    too late prefills its prompt itself.
+    """
+    return _SAMPLE.match(request_id) is not None
 
 
 def prompt_identity(request: Request, num_tokens: int) -> PromptIdentity | None:

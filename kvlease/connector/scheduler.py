@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from vllm.utils.network_utils import get_ip
 from vllm.v1.core.block_pool import BlockPool
@@ -30,6 +30,9 @@ from kvlease.net.leaser import Leaser
 
 logger = logging.getLogger("kvlease.scheduler")
 
+STATS_EVERY: Final = 8
+"""Of how many steps one is asked for numbers, while loads or leases make more steps certain."""
+
 
 class SchedulerHalf:
     """What vLLM's scheduler thread sees of kvlease; nothing in here waits for a socket."""
@@ -48,6 +51,7 @@ class SchedulerHalf:
         self._settings = settings
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
         self._stats = StatsDelta()
+        self._steps_untold = 0
         self._endpoint: Endpoint | None = None
         self._producer: ProducerHalf | None = None
         if transfer.is_kv_producer:
@@ -142,6 +146,10 @@ class SchedulerHalf:
             keep_sent(output.finished_sending, reported_by_us(output), self._producer)
 
     @property
+    def _is_kept_stepping(self) -> bool:
+        return self._consumer.has_loads or (self._producer is not None and self._producer.leases_live > 0)
+
+    @property
     def is_returning(self) -> bool:
         """Whether an ended lease's blocks are on their way back to the pool."""
         return self._producer is not None and bool(self._producer.returning)
@@ -159,7 +167,15 @@ class SchedulerHalf:
         return True
 
     def take_stats(self) -> KVLeaseStats | None:
-        """What was counted since the last step, on both sides."""
+        """What was counted since the last call that returned numbers, on both sides.
+
+        vLLM asks in every step, and looking costs as much as all else here, so most steps are let pass; but never the
+        last one before the engine falls idle.
+        """
+        self._steps_untold += 1
+        if self._steps_untold < STATS_EVERY and self._is_kept_stepping:
+            return None
+        self._steps_untold = 0
         return self._stats.take(
             self._consumer.samples(),
             self._consumer.leaser_samples(),

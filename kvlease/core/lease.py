@@ -4,7 +4,7 @@
 
               grant
                 |
-                v     acquire              quiet: the last reader left, a commit was less than sibling_grace ago
+                v     acquire              quiet: the last reader left, a sibling's grace is not over
              GRANTED ---------> ACTIVE ---------> LINGERING
                 |               |  ^                |  |
                 |               |  +---- acquire ---+  |
@@ -119,8 +119,9 @@ def next_state(state: LeaseState, event: LeaseEvent) -> LeaseState:
 class Lease:
     """One live lease.
 
-    ``reading`` counts its ``READING`` readers; ``committed_at`` is when the last rank of a reader last committed;
-    ``is_mistaken``: it was claimed for another prompt, so whoever shows its token need not be whom it is for.
+    ``reading`` counts its ``READING`` readers; ``has_siblings``: one of its readers is one of several samples;
+    ``committed_at`` is when the last rank of a reader last committed; ``is_mistaken``: it was claimed for another
+    prompt, so whoever shows its token need not be whom it is for.
     """
 
     grant: Grant
@@ -128,6 +129,7 @@ class Lease:
     state: LeaseState = LeaseState.GRANTED
     readers: dict[ReaderId, Reader] = field(default_factory=dict)
     reading: int = 0
+    has_siblings: bool = False
     committed_at: float | None = None
     is_mistaken: bool = False
 

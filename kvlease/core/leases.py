@@ -191,6 +191,7 @@ class LeaseTable:
         if reader is None:
             reader = lease.add_reader(reader_id)
             self.counters["acquired"] += 1
+        lease.has_siblings |= request.has_siblings
         channel = self._channels.setdefault(channel_id, Channel(deadline=now))
         channel.deadline = now + self._timing.lease_extension_s
         self._hold(lease, reader_id, reader, channel_id, now)
@@ -365,8 +366,10 @@ class LeaseTable:
             self._end(lease, LeaseEvent.RELEASE, GoneReason.COMMITTED if committed else GoneReason.RELEASED, now)
 
     def _grace_end(self, lease: Lease) -> float:
-        """Until when late siblings may still join after the last whole commit."""
-        return -math.inf if lease.committed_at is None else lease.committed_at + self._timing.sibling_grace_s
+        """Until when late siblings, if there may be any, can still join after the last whole commit."""
+        if lease.committed_at is None or not lease.has_siblings:
+            return -math.inf
+        return lease.committed_at + self._timing.sibling_grace_s
 
     def _set_alarm(self, lease: Lease, at: float) -> None:
         self._alarms.set(lease.grant.lease, min(at, lease.granted_at + self._timing.max_lease_lifetime_s))

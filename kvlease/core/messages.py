@@ -87,13 +87,18 @@ class Hello(Request, frozen=True, kw_only=True):
 
 
 class Acquire(Request, frozen=True, kw_only=True):
-    """Claim a lease for one reader. ``digest`` is the consumer's own, over its own prompt."""
+    """Claim a lease for one reader. ``digest`` is the consumer's own, over its own prompt.
+
+    ``has_siblings``: others may be about to claim the same lease, because the reader is one of several samples of one
+    request. Without any the lease ends with the reader's commit, and waits for nobody.
+    """
 
     lease: ShortStr
     token: Token16
     reader: ShortStr
     channel: ShortStr
     digest: bytes
+    has_siblings: bool = True
 
 
 class Holding(msgspec.Struct, frozen=True):

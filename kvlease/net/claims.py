@@ -128,15 +128,27 @@ class Claims:
 
     # What the load does
 
-    def acquire(self, load: LoadId, key: PeerKey, lease: LeaseId, token: LeaseToken, prompt: PromptIdentity) -> None:
-        """Claim ``lease`` for ``load``. Does not raise: a claim that cannot even be made fails like any other."""
+    def acquire(
+        self,
+        load: LoadId,
+        key: PeerKey,
+        lease: LeaseId,
+        token: LeaseToken,
+        prompt: PromptIdentity,
+        *,
+        has_siblings: bool = True,
+    ) -> None:
+        """Claim ``lease`` for ``load``. Does not raise: a claim that cannot even be made fails like any other.
+
+        ``has_siblings``: other loads may claim it, too, a moment later.
+        """
         claim = _Claim(load, reader_id(self._id, load), key, lease, token)
         if claim.reader in self._claims:
             logger.error("request %s: claimed twice; the first claim stands", load)
             self.counters["internal"] += 1
             return
         try:
-            self._acquire(claim, prompt)
+            self._acquire(claim, prompt, has_siblings)
         except TooManyPeers as error:
             self.counters["too_many_peers"] += 1
             logger.warning("request %s: cannot claim at %s: %s", load, key, error)
@@ -216,7 +228,7 @@ class Claims:
 
     # Claims
 
-    def _acquire(self, claim: _Claim, prompt: PromptIdentity) -> None:
+    def _acquire(self, claim: _Claim, prompt: PromptIdentity, has_siblings: bool) -> None:
         if len(claim.reader) > ID_CHARS_MAX or len(claim.lease) > ID_CHARS_MAX:
             logger.warning("request %s: an id of more than %d characters", claim.load[:64], ID_CHARS_MAX)
             self._fail(claim, FailureCause.BAD_HANDOFF)
@@ -234,6 +246,7 @@ class Claims:
                 reader=claim.reader,
                 channel=self._id,
                 digest=digest,
+                has_siblings=has_siblings,
             )
 
         self.counters["acquires"] += 1

@@ -73,9 +73,21 @@ class Leaser:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def acquire(self, load: LoadId, key: PeerKey, lease: LeaseId, token: LeaseToken, prompt: PromptIdentity) -> None:
-        """Claim ``lease`` for ``load``; a result follows in ``acquire_timeout_s``, unless the load is let go before."""
-        self._command(partial(self.claims.acquire, load, key, lease, token, prompt))
+    def acquire(
+        self,
+        load: LoadId,
+        key: PeerKey,
+        lease: LeaseId,
+        token: LeaseToken,
+        prompt: PromptIdentity,
+        *,
+        has_siblings: bool = True,
+    ) -> None:
+        """Claim ``lease`` for ``load``; a result follows in ``acquire_timeout_s``, unless the load is let go before.
+
+        ``has_siblings``: other loads may claim it, too, a moment later.
+        """
+        self._command(partial(self.claims.acquire, load, key, lease, token, prompt, has_siblings=has_siblings))
 
     def finish(self, load: LoadId) -> None:
         """The load is committed everywhere: hold its lease no more. Unknown loads are ignored."""

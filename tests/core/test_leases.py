@@ -344,6 +344,35 @@ def test_readers_that_only_release_leave_no_grace(story: Story) -> None:
     assert story.ended() == [("L", GoneReason.RELEASED)]
 
 
+def test_a_reader_without_siblings_leaves_no_grace(story: Story) -> None:
+    story.acquire("c/1", has_siblings=False)
+    assert isinstance(story.commit("c/1", rank=0, of=2), Committed)
+    assert story.ended() == []
+    assert isinstance(story.commit("c/1", rank=1, of=2), Committed)
+    assert story.ended() == [("L", GoneReason.COMMITTED)]
+    assert isinstance(story.commit("c/1", rank=1, of=2), Committed)
+    assert gone(story.acquire("c/2", has_siblings=False)) is GoneReason.COMMITTED
+
+
+def test_others_still_read_when_a_reader_without_siblings_has_committed(story: Story) -> None:
+    story.acquire("c/1", has_siblings=False)
+    story.acquire("d/1", channel="d", has_siblings=False)
+    story.commit("c/1")
+    assert story.after(5) == []
+    assert isinstance(story.commit("d/1"), Committed)
+    assert story.ended() == [("L", GoneReason.COMMITTED)]
+
+
+@pytest.mark.parametrize("readers", [("sample", "single"), ("single", "sample")])
+def test_one_reader_with_siblings_is_enough_for_the_grace(story: Story, readers: tuple[str, str]) -> None:
+    for reader in readers:
+        story.acquire(reader, has_siblings=reader == "sample")
+    for reader in readers:
+        story.commit(reader)
+    assert story.ended() == []
+    assert story.after(0.25) == [("L", GoneReason.COMMITTED)]
+
+
 # Several ranks.
 
 

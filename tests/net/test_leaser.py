@@ -121,11 +121,19 @@ def story(leaser: Leaser, router: Router, clock: FakeClock) -> Story:
 # Acquiring
 
 
+@pytest.mark.parametrize("has_siblings", [False, True])
+def test_an_acquire_says_whether_others_may_follow(story: Story, has_siblings: bool) -> None:
+    load = LoadId("r-1")
+    story.leaser.acquire(load, story.router.key, LeaseId("lease"), TOKEN, PROMPT, has_siblings=has_siblings)
+    assert story.hear(Acquire)[1].has_siblings is has_siblings
+
+
 def test_an_acquire_carries_the_consumers_own_digest_and_is_granted(story: Story) -> None:
     load = story.acquire("r-1")
     heard, acquire = story.hear(Acquire)
     assert (acquire.lease, acquire.token, acquire.reader, acquire.channel) == ("lease", TOKEN, "me/r-1", "me")
     assert acquire.digest == prompt_digest([1, 2, 3], 3, "adapter", "salt", ["m"])
+    assert acquire.has_siblings
     story.grant(heard)
     story.until(lambda: bool(story.results))
     (result,) = story.results

@@ -114,9 +114,11 @@ class Router:
         times = self.rng.choice([1, 1, 1, 2, 3]) if siblings else 1
         if self.rng.random() < 0.2:
             prompt = replace(prompt, length=prompt.length + self.rng.randrange(1, 6))
-        for _ in range(times):
+        name = f"c-{next(self._numbers)}" if times > 1 else ""
+        for sample in range(times):
             spread_s = self.rng.random() * (0.02 if must_load else 0.2)
-            self.world.after(delay_s + spread_s, self._ask, consumer, copy.deepcopy(handoff), prompt, must_load)
+            child = f"{sample}_{name}" if name else None
+            self.world.after(delay_s + spread_s, self._ask, consumer, copy.deepcopy(handoff), prompt, must_load, child)
 
     def _ask(self, consumer: Engine, handoff: Params, prompt: Prompt, must_load: bool, name: str | None = None) -> None:
         life = consumer.life
