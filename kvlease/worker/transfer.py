@@ -43,6 +43,9 @@ REST_S: Final = 0.005
 what those steps cost is taken from the reads they wait for. Whoever arrives meanwhile waits for the step to end.
 """
 
+REST_LOADING_S: Final = 0.01
+"""The same while loads are open, whose reports end the rest."""
+
 SPIN_S: Final = 0.001
 """A posted read is asked for without a pause for so long; most of what is near is over by then."""
 
@@ -122,8 +125,9 @@ class TransferThread:
             self._link.wake()
 
     def rest(self) -> None:
-        """Wait until a load is reported, for at most :data:`REST_S`. Only for a step that has nothing else to do."""
-        self._outbox.wait(REST_S)
+        """Wait until a load is reported, but not for long. Only for a step that has nothing else to do."""
+        is_loading = bool(self._orders) or (self._puller is not None and not self._puller.is_idle)
+        self._outbox.wait(REST_LOADING_S if is_loading else REST_S)
 
     def take_reports(self) -> Reports:
         """What happened since the last call."""
@@ -198,7 +202,7 @@ class TransferThread:
             puller.take(self._orders.popleft(), time.monotonic())
         was_idle, now = puller.is_idle, time.monotonic()
         puller.step(now)
-        if not was_idle or now >= self._publish_at:
+        if now >= self._publish_at or (puller.is_idle and not was_idle):
             self._publish_at = now + _PUBLISH_S
             self._outbox.publish(puller.stats())
         self._agent.tick()
