@@ -38,13 +38,10 @@ TICK_SERVING_S: Final = 0.002
 TICK_IDLE_S: Final = 0.1
 TICK_LOADING_S: Final = 0.01
 
-REST_S: Final = 0.005
+REST_S: Final = 0.01
 """How long a step without a model may be drawn out. vLLM steps every millisecond or so while loads or leases exist, and
 what those steps cost is taken from the reads they wait for. Whoever arrives meanwhile waits for the step to end.
 """
-
-REST_LOADING_S: Final = 0.01
-"""The same while loads are open, whose reports end the rest."""
 
 SPIN_S: Final = 0.001
 """A posted read is asked for without a pause for so long; most of what is near is over by then."""
@@ -125,9 +122,8 @@ class TransferThread:
             self._link.wake()
 
     def rest(self) -> None:
-        """Wait until a load is reported, but not for long. Only for a step that has nothing else to do."""
-        is_loading = bool(self._orders) or (self._puller is not None and not self._puller.is_idle)
-        self._outbox.wait(REST_LOADING_S if is_loading else REST_S)
+        """Wait until a load is reported, for at most :data:`REST_S`. Only for a step that has nothing else to do."""
+        self._outbox.wait(REST_S)
 
     def take_reports(self) -> Reports:
         """What happened since the last call."""

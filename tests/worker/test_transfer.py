@@ -16,10 +16,9 @@ from kvlease.core.orders import Orders, Reports
 from kvlease.core.silence import PeerTiming
 from kvlease.testing import FakeAgent, Fate
 from kvlease.worker.agent import AgentError
-from kvlease.worker.outbox import Outbox
 from kvlease.worker.regions import Layout, MemoryRange
 from kvlease.worker.sources import Identity
-from kvlease.worker.transfer import REST_LOADING_S, REST_S, TransferThread, widen_cpus
+from kvlease.worker.transfer import TransferThread, widen_cpus
 
 from .conftest import BLOCK_SIZE, FakeLink, Memory, World
 
@@ -124,17 +123,6 @@ def test_the_agent_is_served_often_while_leases_are_out_and_seldom_otherwise(run
     assert waits_of(0) == {0.1}
     assert waits_of(1) == {0.002}
     assert running.memory.agent.ticks > 0
-
-
-def test_a_rest_is_longer_while_a_load_is_open(world: World, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    rests: list[float] = []
-    monkeypatch.setattr(Outbox, "wait", lambda _, timeout_s: rests.append(timeout_s))
-    running.thread.rest()
-    running.memory.agent.script.append(Fate.HANG)
-    running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
-    running.until(lambda: bool(running.memory.agent.reads))
-    running.thread.rest()
-    assert rests == [REST_S, REST_LOADING_S]
 
 
 def test_it_goes_on_after_a_crash_of_its_own(world: World, running: Running, caplog: pytest.LogCaptureFixture) -> None:
