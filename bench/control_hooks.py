@@ -6,7 +6,7 @@ are scripted. Three situations:
 - *pulling*: every load waits for its workers;
 - *queued*: vLLM has no room for the requests, and asks about the first of them in every step;
 - *turnover*: in every step some loads arrive and as many are received, so that every hook has work and every counter
-  changes.
+  changes; ``get_num_new_matched_tokens`` then waits for the claims' round trip.
 """
 
 from __future__ import annotations

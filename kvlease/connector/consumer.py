@@ -4,7 +4,8 @@ One :class:`Load` holds one load; the table in :mod:`kvlease.core.loads` says wh
 dictionary in :meth:`ConsumerHalf.admit` and leaves it when vLLM knows the outcome, so a request that vLLM asks about
 again (after a failed load, after a preemption) is simply not there any more and is prefilled locally.
 
-Nothing here waits: claims, renewals and releases are the leaser thread's, reads and commits the workers'.
+Claims, renewals and releases are the leaser thread's, reads and commits the workers'. Nothing here waits for either,
+but for one thing: a claim that was just made has the time of a round trip to be answered.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvlease.config import Settings
 from kvlease.connector.metrics import Samples, metric_key
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvlease.consumer")
 
+CLAIM_WAIT_S: Final = 0.01
+"""How long a new claim may hold up the step that would otherwise be scheduled without it. A round trip is shorter, and
+the step mostly longer: its request would wait for all of it.
+"""
+
 _OUR_OWN = "own_lease"
 _ALL_LOCAL = "prefix_hit"
 _LOST_NOTHING = frozenset({FailureCause.GONE_COMMITTED})
@@ -46,14 +52,15 @@ _LOST_NOTHING = frozenset({FailureCause.GONE_COMMITTED})
 class Load:
     """One request's load, as the scheduler half sees it.
 
-    ``claim`` is its name at the leaser and in its reader id. Request ids come again, and what the leaser had to say of
-    an aborted request must not pass for an answer to the next one of that id. ``blocks`` are those it loads, by group.
+    ``asked_at`` is when it was claimed, and ``claim`` its name at the leaser and in its reader id. Request ids come
+    again, and what the leaser had to say of an aborted request must not pass for an answer to the next one of that id.
+    ``blocks`` are those it loads, by group.
     """
 
     id: LoadId
     handoff: Handoff | None
     state: LoadState
-    give_up_at: float
+    asked_at: float
     claim: LoadId
     cause: FailureCause | None = None
     granted: Granted | None = None
@@ -97,6 +104,7 @@ class ConsumerHalf:
         self._clock = clock
         self._loads: dict[LoadId, Load] = {}
         self._is_claiming = False  # a request that could run otherwise waits for its claim
+        self._is_answered_soon = True
         self._claim_numbers = count(1)
         self._orders: list[LoadOrder] = []
         self._aborts: list[LoadId] = []
@@ -148,10 +156,8 @@ class ConsumerHalf:
             )  # fmt: skip
             self._loads[load_id] = self._failed(load_id, handoff, FailureCause.GONE_MISMATCH)
             return
-        # The leaser answers within acquire_timeout_s; twice that only bounds a leaser that died.
-        give_up_at = self._clock() + 2 * self._settings.acquire_timeout_s
         claim = LoadId(f"{load_id}#{next(self._claim_numbers)}")
-        self._loads[load_id] = Load(load_id, handoff, LoadState.ACQUIRING, give_up_at, claim)
+        self._loads[load_id] = Load(load_id, handoff, LoadState.ACQUIRING, self._clock(), claim)
         self._leaser.acquire(claim, handoff.peer, handoff.lease, handoff.token, prompt, has_siblings=is_sample(load_id))
         self._greet[handoff.peer] = None
 
@@ -162,7 +168,10 @@ class ConsumerHalf:
         if load is None:
             return 0, False
         if load.state is LoadState.ACQUIRING:
-            if self._clock() < load.give_up_at:
+            self._await_claim(load)
+        if load.state is LoadState.ACQUIRING:
+            # The leaser answers within acquire_timeout_s; twice that only bounds a leaser that died.
+            if self._clock() < load.asked_at + 2 * self._settings.acquire_timeout_s:
                 self._is_claiming = True
                 return None, False
             load.fail(FailureCause.ACQUIRE_TIMEOUT)
@@ -298,6 +307,16 @@ class ConsumerHalf:
 
     # Claims
 
+    def _await_claim(self, load: Load) -> None:
+        """Give a claim that was just made its time, unless the last one that was given it was not answered in it.
+
+        All that arrived for this step have the same time, so however many they are, the step waits once.
+        """
+        until = load.asked_at + CLAIM_WAIT_S
+        while self._is_answered_soon and load.state is LoadState.ACQUIRING and (left_s := until - self._clock()) > 0:
+            self._is_answered_soon = self._leaser.wait(left_s)
+            self.drain_leaser()
+
     def drain_leaser(self) -> None:
         """Take in what the leaser thread learned."""
         for result in self._leaser.take_results():
@@ -308,6 +327,7 @@ class ConsumerHalf:
                 case AcquireGranted() if load.state is LoadState.ACQUIRING:
                     load.step(LoadEvent.GRANT)
                     load.granted = result.granted
+                    self._is_answered_soon |= result.took_s < CLAIM_WAIT_S
                 case AcquireFailed() if load.state is LoadState.ACQUIRING:
                     load.fail(result.cause)
                     self._log_failure(load)
@@ -326,7 +346,7 @@ class ConsumerHalf:
         return min(missing, self._block_sizes[0]), True
 
     def _failed(self, load_id: LoadId, handoff: Handoff | None, cause: FailureCause) -> Load:
-        return Load(load_id, handoff, LoadState.FAILED, give_up_at=0.0, claim=LoadId(""), cause=cause)
+        return Load(load_id, handoff, LoadState.FAILED, asked_at=0.0, claim=LoadId(""), cause=cause)
 
     def _drop_unread(self, load: Load, outcome: str = _ALL_LOCAL) -> None:
         if load.state in (LoadState.ACQUIRING, LoadState.GRANTED):

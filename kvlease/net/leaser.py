@@ -57,7 +57,8 @@ class Leaser:
         self._channel = make_channel(PeerTiming(settings.peer_timeout_s, settings.ping_interval_s()), clock)
         self._commands: deque[Callable[[], None]] = deque()
         self._results: deque[Result] = deque()
-        self.claims = Claims(channel, settings, self._channel, clock, self._results.append)
+        self._has_told = threading.Event()
+        self.claims = Claims(channel, settings, self._channel, clock, self._tell)
         self._counters: Counter[str] = Counter()
         self._stats: dict[str, float] = {}
         self._stats_total = 0
@@ -108,6 +109,11 @@ class Leaser:
             results.append(self._results.popleft())
         return results
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there are results to take, now or within ``timeout_s``. Without a thread nobody would bring any."""
+        self._has_told.clear()
+        return bool(self._results) or (self.is_alive and self._has_told.wait(timeout_s))
+
     def stats(self) -> dict[str, float]:
         """What was counted since the start, as ``channel_events|<kind>``: the same object until something was."""
         total = self._channel.num_counted() + self.claims.counters.total() + self._counters.total()
@@ -149,6 +155,10 @@ class Leaser:
             return self._clock()
         deadlines = (self.claims.next_deadline(), self._channel.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
+
+    def _tell(self, result: Result) -> None:
+        self._results.append(result)
+        self._has_told.set()
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)

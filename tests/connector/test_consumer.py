@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from kvlease.connector import consumer as consumer_module
 from kvlease.core.loads import FailureCause
-from tests.connector.harness import ScriptedWorker, Site, prompt
+from kvlease.net.leaser import Leaser
+from tests.connector.harness import PATIENCE_S, ScriptedWorker, Site, prompt
 
 if TYPE_CHECKING:
     MakeSite = Callable[..., "Site"]
@@ -58,6 +61,54 @@ def test_nothing_unproven_is_found_in_the_prefix_cache(make_site: MakeSite, poli
     consumer.step()
     consumer.submit("after", other)
     assert consumer.step().num_scheduled_tokens == {"after": 40}
+
+
+# The time of a round trip
+
+
+def test_a_claim_that_is_answered_soon_has_its_pull_ordered_in_the_step_it_arrived_for(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer_module, "CLAIM_WAIT_S", PATIENCE_S)
+    producer, consumer = make_site("kv_producer"), make_site("kv_consumer")
+    tokens = [prompt(40, seed=seed) for seed in (1, 2, 3)]
+    for index, handoff in enumerate([producer.prefill(f"p{index}", one) for index, one in enumerate(tokens)]):
+        consumer.submit(f"d{index}", tokens[index], handoff)
+    consumer.step()
+    assert list(consumer.worker.loads) == ["d0", "d1", "d2"]
+
+
+def test_nobody_is_waited_for_again_who_did_not_answer_until_somebody_answers_soon(
+    make_site: MakeSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer_module, "CLAIM_WAIT_S", 0.05)
+    waits: list[float] = []
+    real = Leaser.wait
+
+    def wait(self: Leaser, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return real(self, timeout_s)
+
+    monkeypatch.setattr(Leaser, "wait", wait)
+    producer, consumer = make_site("kv_producer"), make_site("kv_consumer", acquire_timeout_s=0.2)
+    tokens = prompt(40)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        handoff = producer.prefill("p-silent", tokens)
+        silenced = {**handoff, "remote_port": silent.getsockname()[1]}
+        consumer.submit("first", tokens, silenced)
+        consumer.step()
+        assert waits == [pytest.approx(0.05, abs=0.049)]
+        consumer.submit("second", tokens, silenced)
+        consumer.step()
+        assert len(waits) == 1
+        consumer.until(lambda: len(consumer.finished) == 2)
+    monkeypatch.setattr(consumer_module, "CLAIM_WAIT_S", PATIENCE_S)  # whatever an answer takes, that is soon
+    consumer.submit("third", tokens, producer.prefill("p", tokens))
+    consumer.until(lambda: "third" in consumer.worker.loads)
+    assert len(waits) == 1
+    consumer.submit("fourth", tokens, producer.prefill("q", tokens))
+    consumer.step()
+    assert len(waits) > 1
 
 
 class TwoRanks(Site):

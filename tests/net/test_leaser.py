@@ -134,11 +134,13 @@ def test_an_acquire_carries_the_consumers_own_digest_and_is_granted(story: Story
     assert (acquire.lease, acquire.token, acquire.reader, acquire.channel) == ("lease", TOKEN, "me/r-1", "me")
     assert acquire.digest == prompt_digest([1, 2, 3], 3, "adapter", "salt", ["m"])
     assert acquire.has_siblings
+    story.clock.advance(0.25)
     story.grant(heard)
     story.until(lambda: bool(story.results))
     (result,) = story.results
     assert isinstance(result, AcquireGranted)
     assert (result.load, result.granted.blocks) == (load, [[(0, 1)]])
+    assert result.took_s == 0.25
 
 
 def test_the_first_reply_is_lost_and_both_come_late(story: Story) -> None:
@@ -662,6 +664,19 @@ def test_the_thread_answers_and_closing_releases_what_is_held(router: Router) ->
     leaser.close()
     leaser.acquire(LoadId("late"), router.key, LeaseId("lease"), TOKEN, PROMPT)
     assert leaser.take_results() == []
+
+
+def test_whoever_waits_for_results_is_woken_by_one(router: Router) -> None:
+    leaser = Leaser(CHANNEL, SETTINGS)
+    assert not leaser.wait(60.0), "nobody would bring one"
+    leaser.start()
+    assert not leaser.wait(0.001)
+    bad = PromptIdentity(token_ids=[1], num_tokens=2)
+    leaser.acquire(LoadId("r-1"), router.key, LeaseId("l"), TOKEN, bad)
+    assert leaser.wait(60.0)
+    assert leaser.wait(60.0), "until it is taken"
+    assert [result.load for result in leaser.take_results()] == ["r-1"]
+    leaser.close()
 
 
 def test_closing_does_not_wait_for_the_dead() -> None:
