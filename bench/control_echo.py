@@ -31,7 +31,10 @@ IDLE = Load("idle", 0.0, 0.01)
 
 @contextmanager
 def interpreter_held(load: Load) -> Iterator[None]:
-    """Inside, a thread of this process uses the interpreter as ``load`` says."""
+    """Inside, a thread of this process uses the interpreter as ``load`` says; no thread at all for one that is idle."""
+    if not load.busy_s:
+        yield
+        return
     ended = threading.Event()
     thread = threading.Thread(target=_hold_interpreter, args=(load, ended), daemon=True)
     thread.start()

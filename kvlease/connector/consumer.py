@@ -43,6 +43,9 @@ CLAIM_WAIT_S: Final = 0.01
 the step mostly longer: its request would wait for all of it.
 """
 
+_SLOW_S: Final = 10.0
+"""How long nobody waits for a producer that did not answer in that time."""
+
 _OUR_OWN = "own_lease"
 _ALL_LOCAL = "prefix_hit"
 _LOST_NOTHING = frozenset({FailureCause.GONE_COMMITTED})
@@ -104,7 +107,7 @@ class ConsumerHalf:
         self._clock = clock
         self._loads: dict[LoadId, Load] = {}
         self._is_claiming = False  # a request that could run otherwise waits for its claim
-        self._is_answered_soon = True
+        self._slow_until: dict[PeerKey, float] = {}
         self._claim_numbers = count(1)
         self._orders: list[LoadOrder] = []
         self._aborts: list[LoadId] = []
@@ -308,14 +311,22 @@ class ConsumerHalf:
     # Claims
 
     def _await_claim(self, load: Load) -> None:
-        """Give a claim that was just made its time, unless the last one that was given it was not answered in it.
+        """Give a claim that was just made its time, unless its producer let such a wait pass in vain a while ago.
 
         All that arrived for this step have the same time, so however many they are, the step waits once.
         """
-        until = load.asked_at + CLAIM_WAIT_S
-        while self._is_answered_soon and load.state is LoadState.ACQUIRING and (left_s := until - self._clock()) > 0:
-            self._is_answered_soon = self._leaser.wait(left_s)
+        assert load.handoff is not None
+        peer, until = load.handoff.peer, load.asked_at + CLAIM_WAIT_S
+        if self._clock() >= until or self._clock() < self._slow_until.get(peer, 0.0):
+            return
+        while load.state is LoadState.ACQUIRING and (left_s := until - self._clock()) > 0:
+            if not self._leaser.wait(left_s):
+                break
             self.drain_leaser()
+        if load.state is LoadState.ACQUIRING:
+            now = self._clock()
+            self._slow_until = {slow: over for slow, over in self._slow_until.items() if now < over}
+            self._slow_until[peer] = now + _SLOW_S
 
     def drain_leaser(self) -> None:
         """Take in what the leaser thread learned."""
@@ -327,7 +338,6 @@ class ConsumerHalf:
                 case AcquireGranted() if load.state is LoadState.ACQUIRING:
                     load.step(LoadEvent.GRANT)
                     load.granted = result.granted
-                    self._is_answered_soon |= result.took_s < CLAIM_WAIT_S
                 case AcquireFailed() if load.state is LoadState.ACQUIRING:
                     load.fail(result.cause)
                     self._log_failure(load)

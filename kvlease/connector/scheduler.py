@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -30,12 +31,12 @@ from kvlease.net.leaser import Leaser
 
 logger = logging.getLogger("kvlease.scheduler")
 
-STATS_EVERY: Final = 8
-"""Of how many steps one is asked for numbers, while loads or leases make more steps certain."""
+STATS_PERIOD_S: Final = 0.1
+"""How late numbers may be told while loads or leases keep vLLM stepping."""
 
 
 class SchedulerHalf:
-    """What vLLM's scheduler thread sees of kvlease; nothing in here waits for a socket."""
+    """What vLLM's scheduler thread sees of kvlease; only a claim that was just made is waited for."""
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class SchedulerHalf:
         self._settings = settings
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
         self._stats = StatsDelta()
-        self._steps_untold = 0
+        self._clock = clock
+        self._told_at = -math.inf
         self._endpoint: Endpoint | None = None
         self._producer: ProducerHalf | None = None
         if transfer.is_kv_producer:
@@ -169,13 +171,13 @@ class SchedulerHalf:
     def take_stats(self) -> KVLeaseStats | None:
         """What was counted since the last call that returned numbers, on both sides.
 
-        vLLM asks in every step, and looking costs as much as all else here, so most steps are let pass; but never the
-        last one before the engine falls idle.
+        vLLM asks in every step, and looking costs as much as all else here, so some steps are let pass; but not the
+        last one before the engine falls idle. (One that is paused may have to be resumed first.)
         """
-        self._steps_untold += 1
-        if self._steps_untold < STATS_EVERY and self._is_kept_stepping:
+        now = self._clock()
+        if now < self._told_at + STATS_PERIOD_S and self._is_kept_stepping:
             return None
-        self._steps_untold = 0
+        self._told_at = now
         return self._stats.take(
             self._consumer.samples(),
             self._consumer.leaser_samples(),

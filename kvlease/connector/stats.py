@@ -46,7 +46,7 @@ class KVLeaseStats(KVConnectorStats):
 class StatsDelta:
     """Turns the samples of several sources into the batch since the last call.
 
-    It is asked in every engine step: a source that gives the very object it gave the last time has nothing new, and is
+    It is asked in many engine steps: a source that gives the very object it gave the last time has nothing new, and is
     not looked into.
     """
 

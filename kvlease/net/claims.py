@@ -50,11 +50,10 @@ _UNANSWERED: Final = {
 
 @dataclass(frozen=True)
 class AcquireGranted:
-    """The load's lease is held, and renewed from now on. ``took_s``: from the command to the answer."""
+    """The load's lease is held, and renewed from now on."""
 
     load: LoadId
     granted: Granted
-    took_s: float
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,13 @@ Result = AcquireGranted | AcquireFailed | LeaseGone
 
 @dataclass(eq=False)
 class _Claim:
-    """One reader's claim, made at ``asked_at``. ``granted_at`` is None while its ``Acquire`` is unanswered."""
+    """One reader's claim. ``granted_at`` is None while its ``Acquire`` is unanswered."""
 
     load: LoadId
     reader: ReaderId
     key: PeerKey
     lease: LeaseId
     token: LeaseToken = field(repr=False)
-    asked_at: float
     granted_at: float | None = None
 
 
@@ -144,7 +142,7 @@ class Claims:
 
         ``has_siblings``: other loads may claim it, too, a moment later.
         """
-        claim = _Claim(load, reader_id(self._id, load), key, lease, token, self._clock())
+        claim = _Claim(load, reader_id(self._id, load), key, lease, token)
         if claim.reader in self._claims:
             logger.error("request %s: claimed twice; the first claim stands", load)
             self.counters["internal"] += 1
@@ -257,9 +255,9 @@ class Claims:
     def _acquired(self, claim: _Claim, reply: AnyReply) -> None:
         match reply:
             case Granted():
-                claim.granted_at = now = self._clock()
+                claim.granted_at = self._clock()
                 self._renewals.confirm(claim.key, claim.reader, reply.ttl_s)
-                self._tell(AcquireGranted(claim.load, reply, now - claim.asked_at))
+                self._tell(AcquireGranted(claim.load, reply))
             case Gone():
                 self._fail(claim, FailureCause(f"gone_{reply.why.value}"))
             case _:

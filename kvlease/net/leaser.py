@@ -1,7 +1,8 @@
 """The thread that acquires, renews and releases the consumer's leases, whatever the engine is doing.
 
-The scheduler thread appends commands and takes results; both are deques, and nothing else is shared. Everything slow is
-on this side: digests of long prompts, sockets, waiting. What is done is in :mod:`kvlease.net.claims`.
+The scheduler thread appends commands and takes results; both are deques, and beside them there is only an event, for a
+scheduler thread that gives a new claim its time. Everything slow is on this side: digests of long prompts, sockets,
+waiting. What is done is in :mod:`kvlease.net.claims`.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ class Leaser:
         return results
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there are results to take, now or within ``timeout_s``. Without a thread nobody would bring any."""
+        """Wait for results to take; whether it was for something, or at least may have been.
+
+        Without a thread nobody would bring any.
+        """
         self._has_told.clear()
         return bool(self._results) or (self.is_alive and self._has_told.wait(timeout_s))
 

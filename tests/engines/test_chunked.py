@@ -1,4 +1,7 @@
-"""Chunked prefill on both sides, and a consumer with prefix caching: it pulls only what it does not have."""
+"""Chunked prefill on both sides, and a consumer with prefix caching: it pulls only what it does not have.
+
+All that is pulled is compared with the producer's checksums, too.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ CHUNKED = ["--max-num-batched-tokens", "256", "--block-size", "32"]
 
 @pytest.fixture(scope="module")
 def pair(log_dir: Path) -> Iterator[tuple[Engine, Engine]]:
-    specs = [spec("producer", "kv_producer", CHUNKED), spec("consumer", "kv_consumer", CHUNKED)]
+    specs = [
+        spec("producer", "kv_producer", CHUNKED, kv_checksum="full"),
+        spec("consumer", "kv_consumer", CHUNKED, kv_checksum="full"),
+    ]
     with engine_set(specs, log_dir) as engines:
         yield engines[0], engines[1]
 
@@ -68,6 +74,12 @@ def test_three_samples_share_the_prefix(pair: tuple[Engine, Engine], prompts: Pr
     reference = producer.complete(prompt, 8, **sampled).raw["choices"]
     handed = hand_over(producer, consumer, prompt, 8, **sampled).raw["choices"]
     assert [one["token_ids"] for one in handed] == [one["token_ids"] for one in reference]
+
+
+def test_what_was_pulled_was_compared_and_equal(pair: tuple[Engine, Engine]) -> None:
+    found = pair[1].metrics()
+    assert found.by_label("vllm:kvlease_checksums_total", "result").keys() <= {"equal", "left_out"}
+    assert 0.5 * found.total(BYTES_PULLED) < found.total("vllm:kvlease_bytes_checked_total")
 
 
 def test_nothing_is_left_behind(pair: tuple[Engine, Engine], prompts: PromptMaker) -> None:

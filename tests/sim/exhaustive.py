@@ -61,15 +61,17 @@ _FAULTS = _rations(loss=2, duplicate=1, expiry=1, abort=1, crash=1)
 _ALL = _rations(loss=2, duplicate=1, expiry=1, abort=1, crash=1, beat=1, nudge=1)
 
 SCOPES = {
-    "clean": Scope(("a",), 2, _rations(), 0),
+    "clean": Scope(("0_a",), 2, _rations(), 0),
     "single": Scope(("a",), 2, _ALL, 1),
-    "renewals": Scope(("a",), 2, _ALL, 2),
-    "siblings": Scope(("a", "b"), 1, _ALL, 1),
-    "consumers": Scope(("a",), 2, _FAULTS, 3),
-    "deep siblings": Scope(("a", "b"), 1, _ALL, 2),
-    "deep consumers": Scope(("a",), 2, _ALL, 3),
+    "renewals": Scope(("0_a",), 2, _ALL, 2),
+    "siblings": Scope(("0_a", "1_a"), 1, _ALL, 1),
+    "consumers": Scope(("0_a",), 2, _FAULTS, 3),
+    "deep siblings": Scope(("0_a", "1_a"), 1, _ALL, 2),
+    "deep consumers": Scope(("0_a",), 2, _ALL, 3),
 }
-"""What can be explored. Those of :data:`FULL` are what the tests do; the deep ones take memory and patience."""
+"""What can be explored. Those of :data:`FULL` are what the tests do; the deep ones take memory and patience. Names like
+``0_a`` are those of samples, whose lease lingers.
+"""
 
 FULL = ("clean", "renewals", "siblings", "consumers")
 

@@ -28,17 +28,18 @@ ACQUIRE, RELEASE = 0, KINDS - 1
 NO_MESSAGE: Final = READERS * KINDS
 
 
-def _messages() -> Iterator[Request]:
+def _messages(has_siblings: bool) -> Iterator[Request]:
     for number in range(READERS):
         common: dict[str, Any] = {"seq": 0, "to": INCARNATIONS[0], "lease": LEASE, "token": TOKEN}
         reader = ReaderId(f"reader{number}")
-        yield Acquire(**common, reader=reader, channel=f"channel{number}", digest=DIGEST)
+        channel = f"channel{number}"
+        yield Acquire(**common, reader=reader, channel=channel, digest=DIGEST, has_siblings=has_siblings)
         for rank in range(RANKS):
             yield Commit(**common, reader=reader, rank=rank, of_ranks=RANKS)
         yield Release(**common, reader=reader)
 
 
-MESSAGES: Final = tuple(_messages())
+MESSAGES: Final = tuple(_messages(has_siblings=True))
 
 
 # The table
@@ -58,6 +59,8 @@ class TableFacts:
 class TablePart(Part):
     """The real lease table and what it has said. Life 1 lends the same blocks by the same name, to nobody we know."""
 
+    messages = MESSAGES
+
     def __init__(self, life: int) -> None:
         self.now = START
         self.life = life
@@ -73,7 +76,7 @@ class TablePart(Part):
         reply = None
         match event:
             case int():
-                reply = self._handle(MESSAGES[event])
+                reply = self._handle(self.messages[event])
             case "expire":
                 self.table.expire(self.now)
             case "revoke":
@@ -152,7 +155,7 @@ class TablePart(Part):
 
     def _probe(self) -> None:
         """S2: who has no right hears so while the lease lives; :meth:`core` is known, and the part is not used on."""
-        acquire, commit, *_ = MESSAGES
+        acquire, commit, *_ = self.messages
         lies = [
             (acquire, {"token": b"?" * 16}, GoneReason.BAD_TOKEN),
             (commit, {"token": b"?" * 16}, GoneReason.BAD_TOKEN),
@@ -180,6 +183,12 @@ class TablePart(Part):
 
     def core(self) -> Any:
         return self.life, self.table, self.ended, self.released, self.vouched, self.ended_at
+
+
+class LoneTablePart(TablePart):
+    """Two readers that know nothing of each other: a lease that nobody reads does not linger."""
+
+    messages = tuple(_messages(has_siblings=False))
 
 
 # The readers
@@ -287,8 +296,8 @@ class Model:
 
     SIZE: Final = 256
 
-    def __init__(self) -> None:
-        self.tables: Machine[TablePart] = Machine(TablePart)
+    def __init__(self, part: type[TablePart] = TablePart) -> None:
+        self.tables: Machine[TablePart] = Machine(part)
         self.readers: list[Reader] = []
         self._numbers: dict[Reader, int] = {}
         self._steps: dict[tuple[int, int, int], list[Step]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.exhaustive_table import catch, explore
+from tests.sim.exhaustive_table_model import LoneTablePart
 from tests.sim.mutants import MUTANTS
 
 pytestmark = pytest.mark.timeout(1800)  # half a minute of work for the largest, on a machine that may be busy
@@ -32,6 +33,12 @@ def test_no_story_with_all_the_faults_breaks_a_rule() -> None:
     report = explore()
     assert report.violation is None, "\n".join((report.violation.rule, *report.violation.story))
     assert report.states > 100_000
+
+
+def test_no_story_of_readers_without_siblings_breaks_a_rule() -> None:
+    report = explore(part=LoneTablePart)
+    assert report.violation is None, "\n".join((report.violation.rule, *report.violation.story))
+    assert report.states > 50_000
 
 
 def test_without_faults_every_rank_of_both_readers_is_served() -> None:
