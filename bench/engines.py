@@ -39,9 +39,10 @@ for each other by spinning on it, and on a machine with fewer cores than engines
   answer. Part of it is no connector's: the HTTP request and one step of the model, which is what the producer's own
   answer to the same request takes.
 * *Decode gap*: time between tokens of one stream on the consumer, first left alone, then while another request with a
-  {PROMPT_TOKENS}-token handoff arrives every half second. *Nothing pulled* is the same on the producer, with requests
-  that find all but the last token in its own prefix cache: what the model's step with a long request costs a stream
-  when no connector has any part in it.
+  {PROMPT_TOKENS}-token handoff arrives every half second. In between the handoffs exist already, so that the other
+  engine steps to hold their leases: *leases out*. *Nothing pulled* is a stream on the producer, with requests that find
+  all but the last token in its own prefix cache: what the model's step with a long request costs a stream when no
+  connector has any part in it.
 * *Pulled whole*: loads and bytes that the consumer counted. A load that fails is an error here, never recomputed.
 """
 
@@ -55,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True):
     idle_s: float = 5.0
     handovers: int = 10
     quiet_s: float = 8.0
+    leased_s: float = 3.0
     pulls: int = 16
     pull_every_s: float = 0.5
 
@@ -132,20 +134,25 @@ def visit(pair: Pair, prompts: Prompts, plan: Plan, number: int) -> dict[str, An
 
 
 def _gaps(pair: Pair, plan: Plan, long: list[int], short: list[int]) -> dict[str, Any]:
-    """A stream on the consumer, left alone for a while, then with pulls; one on the producer, with what it has cached.
+    """A stream on the consumer, left alone for a while, then beside leases that are out, then with pulls; one on the
+    producer, with what it has cached.
 
-    What is granted in between is not counted.
+    The time in which those leases are granted is not counted.
     """
     with Stream(pair.consumer, short).running() as stream:
         alone_from_s = stream.now_s()
         time.sleep(plan.quiet_s)
         alone_to_s = stream.now_s()
         handoffs = handoffs_of(pair, long, plan.pulls)
+        leased_from_s = stream.now_s()
+        time.sleep(plan.leased_s)
+        leased_to_s = stream.now_s()
         pulls = requests_during(stream, long, handoffs, plan.pull_every_s)
     with Stream(pair.producer, short).running() as cached_stream:
         cached = requests_during(cached_stream, long, [None] * plan.pulls, plan.pull_every_s)
     return {
         "gaps_alone_s": stream.gaps_s(alone_from_s, alone_to_s),
+        "gaps_leased_s": stream.gaps_s(leased_from_s, leased_to_s),
         "gaps_pulling_s": _gaps_during(stream, pulls),
         "gaps_cached_s": _gaps_during(cached_stream, cached),
         "pulls": [asdict(pull) for pull in pulls],

@@ -46,7 +46,7 @@ def handovers_s(visits: Sequence[Samples]) -> list[float]:
 
 
 def gaps_s(visits: Sequence[Samples], which: str) -> list[float]:
-    """The gaps of all visits; `which` is `alone`, `pulling` or `cached`."""
+    """The gaps of all visits; `which` is `alone`, `leased`, `pulling` or `cached`."""
     return [gap for visit in visits for gap in visit[f"gaps_{which}_s"]]
 
 
@@ -181,10 +181,16 @@ def _gaps(by_key: Mapping[str, list[Samples]]) -> list[Measurement]:
     num_pulling = len(gaps_s(ours, "pulling"))
     found = [
         _measurement("decode gap alone, median", "ms", 1e3, by_key, lambda visits: gaps_s(visits, "alone")),
+        _measurement("decode gap leases out, median", "ms", 1e3, by_key, lambda visits: gaps_s(visits, "leased")),
         _measurement("decode gap with pulls, median", "ms", 1e3, by_key, lambda visits: gaps_s(visits, "pulling")),
         _measurement("decode gap nothing pulled, median", "ms", 1e3, by_key, lambda visits: gaps_s(visits, "cached")),
     ]
-    for which, words in (("alone", "alone"), ("pulling", "with pulls"), ("cached", "nothing pulled")):
+    for which, words in (
+        ("alone", "alone"),
+        ("leased", "leases out"),
+        ("pulling", "with pulls"),
+        ("cached", "nothing pulled"),
+    ):
         found.append(
             Measurement(
                 name=f"decode gap {words}, p99",
@@ -224,7 +230,12 @@ def _gaps(by_key: Mapping[str, list[Samples]]) -> list[Measurement]:
             at_most=GAP_P99_AT_MOST_QUIET,
         )
     )
+    found.append(_measurement("request with a handoff beside the stream, median", "ms", 1e3, by_key, _took_s))
     return found
+
+
+def _took_s(visits: Sequence[Samples]) -> list[float]:
+    return [pull["took_s"] for visit in visits for pull in visit["pulls"] if not pull["error"]]
 
 
 def _real_pulls(by_key: Mapping[str, list[Samples]], prompt_tokens: int) -> list[Measurement]:

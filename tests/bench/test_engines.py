@@ -9,7 +9,7 @@ from bench.engines_findings import measurements_of
 from bench.engines_pair import CONTENDERS
 from tests.bench.stub import BYTES_PER_PULL, StubServer
 
-PLAN = Plan(rounds=1, settle_s=0, idle_s=0.05, handovers=3, quiet_s=0.05, pulls=4, pull_every_s=0.02)
+PLAN = Plan(rounds=1, settle_s=0, idle_s=0.05, handovers=3, quiet_s=0.05, leased_s=0.05, pulls=4, pull_every_s=0.02)
 PROMPTS = Prompts(long=[1, 2, 3], short=[1])
 
 
@@ -20,6 +20,7 @@ def test_every_request_of_a_visit_is_sampled_and_counted() -> None:
     assert seen["counted"]["pulls"] == 7
     assert seen["counted"]["bytes_pulled"] == 7 * BYTES_PER_PULL
     assert seen["gaps_alone_s"]
+    assert seen["gaps_leased_s"]
     assert seen["gaps_pulling_s"]
     assert seen["gaps_cached_s"]
     assert all(key.startswith(("producer/", "consumer/")) for key in seen["idle"])

@@ -21,6 +21,7 @@ def visit(
         "idle": {"producer/VLLM::Worker[1]": 0.001, "consumer/VLLM::Worker[2]": worker},
         "handovers": [{"handover_s": one, "prefill_s": 0.05, "error": ""} for one in handovers_s],
         "gaps_alone_s": gaps_alone_s,
+        "gaps_leased_s": gaps_alone_s,
         "gaps_pulling_s": gaps_pulling_s,
         "gaps_cached_s": gaps_alone_s,
         "pulls": [{"sent_at_s": 1.0, "took_s": 0.1, "error": ""}],
@@ -58,6 +59,7 @@ def test_a_good_run_meets_every_target() -> None:
     assert named["handover, median"].beside == pytest.approx({"B": 500, "B'": 200})
     assert named["handover, median, against B"].value == pytest.approx(0.2)
     assert named["idle, CPU of the busier worker"].value == pytest.approx(2)
+    assert named["request with a handoff beside the stream, median"].value == pytest.approx(100)
 
 
 def test_one_slow_handover_misses_only_its_own_target() -> None:
