@@ -18,6 +18,7 @@ Written by `make bench`, which measures everything again on your machine (`pytho
 `python -m bench --help` lists the parts); changes to this page belong into `bench/report.py`. What is compared was
 measured in turn, in one run. Numbers are medians unless they say otherwise; in parentheses the range that holds the
 middle eight tenths of the samples (all of them, where they are few). The raw numbers are in `bench/results/`.
+[Limits](limits.md) says what is in the way of the targets that are missed.
 """
 
 _COLUMNS = ("what", "kvlease", "for comparison", "target", "met")

@@ -38,10 +38,16 @@ TICK_SERVING_S: Final = 0.002
 TICK_IDLE_S: Final = 0.1
 TICK_LOADING_S: Final = 0.01
 
-REST_S: Final = 0.01
-"""How long a step without a model may be drawn out. vLLM steps every millisecond or so while loads or leases exist, and
-what those steps cost is taken from the reads they wait for. Whoever arrives meanwhile waits for the step to end.
+REST_S: Final = 0.001
+"""How long a step without a model may be drawn out: about as long as vLLM itself sleeps after one. Whoever arrives
+meanwhile waits for the step to end.
 """
+
+REST_CROWDED_S: Final = 0.01
+"""The same where CPUs are few: what such steps cost is taken from the reads they wait for."""
+
+FEW_CPUS: Final = 4
+"""An engine has three or four processes that want to run."""
 
 SPIN_S: Final = 0.001
 """A posted read is asked for without a pause for so long; most of what is near is over by then."""
@@ -73,6 +79,7 @@ class TransferThread:
         self._block_sizes, self._null_block = list(block_sizes), null_block
         self._make_agent, self._make_link, self._hashing = make_agent, make_link, hashing
         self._outbox = Outbox()
+        self._rest_s = REST_CROWDED_S if len(allowed_cpus()) <= FEW_CPUS else REST_S
         self._orders: deque[Orders] = deque()
         self._leases_live = 0
         self._stopping = False
@@ -122,8 +129,8 @@ class TransferThread:
             self._link.wake()
 
     def rest(self) -> None:
-        """Wait until a load is reported, for at most :data:`REST_S`. Only for a step that has nothing else to do."""
-        self._outbox.wait(REST_S)
+        """Wait a moment, or until a load is reported. Only for a step that has nothing else to do."""
+        self._outbox.wait(self._rest_s)
 
     def take_reports(self) -> Reports:
         """What happened since the last call."""
@@ -248,13 +255,22 @@ def use_device(layout: Layout) -> None:
         torch.cuda.synchronize()  # selecting the first GPU is a no-op until something is asked of it
 
 
-def widen_cpus() -> None:
-    """Let the calling thread run wherever its process's parent may: an engine pins its own threads to few cores.
+def allowed_cpus() -> set[int]:
+    """Where this process's parent may run, and so this process: an engine pins its own threads to few cores.
 
     The parent still has what the user allowed; a container's or cgroup's limits hold anyway.
     """
+    own = os.sched_getaffinity(0)
     try:
-        allowed = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
-        os.sched_setaffinity(0, allowed)
+        return own | os.sched_getaffinity(os.getppid())
+    except OSError as error:
+        logger.info("only the engine's own CPUs are known: %s", error)
+        return own
+
+
+def widen_cpus() -> None:
+    """Let the calling thread run wherever its process may."""
+    try:
+        os.sched_setaffinity(0, allowed_cpus())
     except OSError as error:
         logger.info("the transfer thread keeps its CPUs: %s", error)

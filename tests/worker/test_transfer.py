@@ -15,7 +15,9 @@ from kvlease.core.loads import FailureCause
 from kvlease.core.orders import Orders, Reports
 from kvlease.core.silence import PeerTiming
 from kvlease.testing import FakeAgent, Fate
+from kvlease.worker import transfer
 from kvlease.worker.agent import AgentError
+from kvlease.worker.outbox import Outbox
 from kvlease.worker.regions import Layout, MemoryRange
 from kvlease.worker.sources import Identity
 from kvlease.worker.transfer import TransferThread, widen_cpus
@@ -49,7 +51,7 @@ class WaitingLink(FakeLink):
 class Running:
     """A started thread with a fake agent, and how to wait for it."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, starts: bool = True) -> None:
         self.memory = Memory(world.fabric)
         self.link = WaitingLink(world)
         ranges = [MemoryRange(self.memory.pages.ctypes.data, self.memory.pages.nbytes, 0)]
@@ -61,7 +63,8 @@ class Running:
             make_agent=lambda: self.memory.agent,
             make_link=lambda: self.link,
         )
-        self.info = self.thread.start()
+        if starts:
+            self.info = self.thread.start()
 
     def until(self, done: Callable[[], bool]) -> None:
         ends_at = time.monotonic() + 10
@@ -131,6 +134,24 @@ def test_it_goes_on_after_a_crash_of_its_own(world: World, running: Running, cap
     running.thread.take_orders(Orders(loads=[world.order("load", {1: 5})]))
     assert running.wait_for("load").failed == {}
     assert "goes on after" in caplog.text
+
+
+@pytest.mark.parametrize(("cpus", "rest_s"), [(1, 0.01), (4, 0.01), (5, 0.001), (64, 0.001)])
+def test_a_step_without_a_model_is_drawn_out_where_cpus_are_few(
+    world: World, monkeypatch: pytest.MonkeyPatch, cpus: int, rest_s: float
+) -> None:
+    monkeypatch.setattr(transfer, "allowed_cpus", lambda: set(range(cpus)))
+    rests: list[float] = []
+    monkeypatch.setattr(Outbox, "wait", lambda _, timeout_s: rests.append(timeout_s))
+    thread = Running(world, starts=False).thread
+    thread.rest()
+    assert rests == [rest_s]
+
+
+def test_whose_parent_cannot_be_asked_knows_its_own_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.sched_getaffinity(0)
+    monkeypatch.setattr(os, "getppid", lambda: 1 << 22)  # beyond any process id
+    assert transfer.allowed_cpus() == own
 
 
 def test_it_may_run_wherever_its_process_may(running: Running) -> None:
