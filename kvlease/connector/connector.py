@@ -57,7 +57,7 @@ class KVLeaseConnector(KVConnectorBase_V1, SupportsHMA):
     # Both halves
 
     def get_kv_connector_stats(self) -> KVLeaseStats | None:
-        """What was counted since the last step."""
+        """What was counted since numbers were last told; None where there is nothing new, or it is too soon."""
         if self._scheduler is not None:
             return self._scheduler.take_stats()
         return self._worker_half.take_stats()

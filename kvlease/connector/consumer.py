@@ -14,19 +14,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvlease.config import Settings
+from kvlease.connector.load import Load
 from kvlease.connector.metrics import Samples, metric_key
 from kvlease.connector.quarantine import Quarantine
 from kvlease.connector.reports import WorkerReport, reported_by_us
 from kvlease.connector.requests import has_failed, is_sample, prompt_identity
 from kvlease.core.handoff import Handoff, HandoffError, parse_handoff, wants_load
 from kvlease.core.ids import ChannelId, Incarnation, LeaseId, LeaseToken, LoadId, PeerKey, ReaderId, reader_id
-from kvlease.core.loads import FailureCause, LoadEvent, LoadState, next_state
-from kvlease.core.messages import Granted
+from kvlease.core.loads import FailureCause, LoadEvent, LoadState
 from kvlease.core.orders import NO_ORDERS, LoadOrder, Orders
 from kvlease.net.leaser import AcquireFailed, AcquireGranted, LeaseGone, Leaser
 
@@ -46,40 +45,9 @@ the step mostly longer: its request would wait for all of it.
 _SLOW_S: Final = 10.0
 """How long nobody waits for a producer that did not answer in that time."""
 
-_OUR_OWN = "own_lease"
-_ALL_LOCAL = "prefix_hit"
-_LOST_NOTHING = frozenset({FailureCause.GONE_COMMITTED})
-
-
-@dataclass
-class Load:
-    """One request's load, as the scheduler half sees it.
-
-    ``asked_at`` is when it was claimed, and ``claim`` its name at the leaser and in its reader id. Request ids come
-    again, and what the leaser had to say of an aborted request must not pass for an answer to the next one of that id.
-    ``blocks`` are those it loads, by group.
-    """
-
-    id: LoadId
-    handoff: Handoff | None
-    state: LoadState
-    asked_at: float
-    claim: LoadId
-    cause: FailureCause | None = None
-    granted: Granted | None = None
-    start_token: int = 0
-    blocks: Sequence[Sequence[Any]] = field(default=(), repr=False)
-    is_logged: bool = False
-    is_held: bool = False
-
-    def step(self, event: LoadEvent) -> None:
-        """Follow ``event`` through the table."""
-        self.state = next_state(self.state, event)
-
-    def fail(self, cause: FailureCause) -> None:
-        """Fail for ``cause``; the first cause stands."""
-        self.step(LoadEvent.FAIL)
-        self.cause = cause
+_OUR_OWN: Final = "own_lease"
+_ALL_LOCAL: Final = "prefix_hit"
+_LOST_NOTHING: Final = frozenset({FailureCause.GONE_COMMITTED})
 
 
 class ConsumerHalf:
