@@ -1,6 +1,6 @@
 # From a bare clone: `make demo` shows it at work, `make test` checks all of it. Both set everything up first.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench sim faults check fix unit
+.PHONY: help setup demo test tests bench sim faults check fix unit
 
 PYTHON := .venv/bin/python
 CODE := kvlease devtools scripts examples bench tests
@@ -21,6 +21,8 @@ demo: setup  ## a producer, a consumer and a proxy: handoffs, a killed producer,
 
 test: setup check  ## lint, types, unit, peer and engine tests (about half an hour on two cores)
 	$(PYTHON) -m pytest $(TESTS) --cov --cov-report=term
+
+tests: test
 
 sim: setup  ## simulated fleets: the smallest one exhaustively, planted faults, then 20,000 seeds (ten minutes and more)
 	$(PYTHON) -m tests.sim.exhaustive_table

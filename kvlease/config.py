@@ -48,7 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tombstone_max: Positive = 100_000
     chunk_bytes: Positive = 16 << 20
     chunk_descriptors: Positive = 1024
-    backends: list[str] = msgspec.field(default_factory=lambda: ["UCX"])
+    backends: Annotated[list[str], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: ["UCX"])
     num_threads: Annotated[int, msgspec.Meta(ge=0)] = 4
     progress_thread: Literal["auto", "on", "off"] = "auto"
     enforce_handshake_compat: bool = True

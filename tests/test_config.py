@@ -38,6 +38,7 @@ def test_what_is_given_counts_and_whole_numbers_are_seconds_too() -> None:
         ({"tombstone_max": 0}, ["tombstone_max"]),
         ({"tombstone_max": 1.5}, ["tombstone_max"]),
         ({"port": 70000}, ["port", "70000"]),
+        ({"backends": []}, ["backends"]),
         ({"progress_thread": "maybe"}, ["progress_thread", "maybe"]),
         ({"inline_block_ids": 1}, ["inline_block_ids"]),
         ({"lease_extension_s": 5.0}, ["lease_extension_s", "5.0", "heartbeat_interval_s", "three"]),
