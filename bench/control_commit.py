@@ -14,13 +14,12 @@ from typing import Any, Final
 from bench.control_echo import IDLE, Load, echo, interpreter_held
 from bench.control_wire import Asker, grant, producer, timing
 from bench.output import Table
-from bench.timing import spread
+from bench.timing import p99_of, spread
 from kvlease.core.messages import Committed, Granted
 from kvlease.net.endpoint import Endpoint
 
 P50_BOUND_MS: Final = 0.5
 P99_BOUND_MS: Final = 5.0
-
 
 LOADS: Final = (
     IDLE,
@@ -32,7 +31,6 @@ LOADS: Final = (
 
 JUDGED: Final = LOADS[2]
 """What an engine with hundreds of running requests comes to; the bounds are for it."""
-
 
 _COMMIT: Final = bytes(180)
 """About as long as a commit on the wire."""
@@ -47,21 +45,17 @@ def measure_commits(rounds: int) -> Table:
     )
     for load in LOADS:
         taken = _commits(load, IDLE, rounds)
-        middle, p99 = spread(taken), _p99(taken)
+        middle, p99 = spread(taken), p99_of(taken)
         table.add("producer", load.name, middle, p99)
         if load is JUDGED:
             table.is_met = middle.median < P50_BOUND_MS and p99 < P99_BOUND_MS
     for load in LOADS[1:]:
         taken = _commits(IDLE, load, rounds)
-        table.add("consumer", load.name, spread(taken), _p99(taken))
+        table.add("consumer", load.name, spread(taken), p99_of(taken))
     for load in (IDLE, JUDGED):
         taken = _echoes(load, rounds)
-        table.add("a bare ZeroMQ echo", load.name, spread(taken), _p99(taken))
+        table.add("a bare ZeroMQ echo", load.name, spread(taken), p99_of(taken))
     return table
-
-
-def _p99(taken: list[float]) -> float:
-    return taken[round(0.99 * (len(taken) - 1))]
 
 
 def _echoes(load: Load, rounds: int) -> list[float]:

@@ -19,7 +19,7 @@ import zmq
 from bench.control_echo import echo
 from bench.control_wire import SETTINGS, TOKEN, TOKEN_IDS, Asker, Served, grant, lease_name, producer, timing
 from bench.output import Table
-from bench.timing import spread
+from bench.timing import p99_of, spread
 from kvlease.core.digest import PromptIdentity
 from kvlease.core.ids import ChannelId, LoadId, PeerKey
 from kvlease.core.messages import Committed, Granted, Renew, Renewed, encode
@@ -73,7 +73,7 @@ def measure_scale(leases: int, channels: int, window_s: float, probes: int) -> T
     table.add("bytes of memory per held lease", round((held_bytes - empty_bytes) / leases))
     for name, taken in (("acquire", acquires), ("commit", commits)):
         table.add(f"{name} meanwhile, ms", spread(taken))
-        table.add(f"{name} meanwhile, p99 ms", taken[round(0.99 * (len(taken) - 1))])
+        table.add(f"{name} meanwhile, p99 ms", p99_of(taken))
     return table
 
 

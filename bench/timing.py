@@ -57,6 +57,11 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
 
 
+def p99_of(ordered: Sequence[float]) -> float:
+    """What 99 in 100 of the values do not exceed; they come sorted, and there is at least one."""
+    return ordered[round(0.99 * (len(ordered) - 1))]
+
+
 def timed(action: Callable[[], object], clock: Clock = time.perf_counter) -> Measure:
     """A measure of how many seconds ``action`` takes.
 

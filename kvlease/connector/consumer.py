@@ -197,10 +197,10 @@ class ConsumerHalf:
         self._orders, self._aborts, self._greet = [], [], {}
         return orders
 
-    def may_rest(self, leases_live: int) -> bool:
-        """Whether nothing but leases and loads that are read keeps the engine stepping. Asked once in each step."""
+    def take_claiming(self) -> bool:
+        """Whether a request that could run otherwise waits for its claim, since the last step."""
         is_claiming, self._is_claiming = self._is_claiming, False
-        return not is_claiming and (leases_live > 0 or bool(self._loads))
+        return is_claiming
 
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers reported: hold back blocks that may still be written to, drop stale ids, settle the loads."""

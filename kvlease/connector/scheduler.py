@@ -136,7 +136,8 @@ class SchedulerHalf:
         ended, leases_live = [], 0
         if self._producer is not None:
             ended, leases_live = self._producer.take_ended(), self._producer.leases_live
-        may_rest = self._consumer.may_rest(leases_live) and num_scheduled_tokens == 0 and not ended
+        is_claiming = self._consumer.take_claiming()
+        may_rest = not (is_claiming or num_scheduled_tokens or ended) and self._is_kept_stepping
         if ended or leases_live or (may_rest and orders is not NO_ORDERS):
             return Orders(orders.loads, orders.aborts, ended, leases_live, orders.greet, may_rest)
         return REST if may_rest else orders
@@ -149,6 +150,7 @@ class SchedulerHalf:
 
     @property
     def _is_kept_stepping(self) -> bool:
+        """Whether vLLM steps on for loads or leases, even if there is nothing to compute."""
         return self._consumer.has_loads or (self._producer is not None and self._producer.leases_live > 0)
 
     @property
